@@ -1,0 +1,38 @@
+# `make test` and `make check` set up .venv by themselves; only Python 3.11 or newer and make are needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: test test-all test-gpu check format build clean
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+build: $(INSTALLED)
+	$(BIN)/python -m build
+
+# The stamp is written last, so an interrupted installation starts again.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("vecroute needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

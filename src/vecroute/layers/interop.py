@@ -1,0 +1,41 @@
+"""Weights of the public ``heinsen_routing`` package."""
+
+import torch
+from torch import Tensor, nn
+
+from vecroute.layers.general import GeneralRouting
+from vecroute.layers.matrix import MatrixRouting
+from vecroute.layers.vector import VectorRouting
+
+
+def load_reference_state_dict(layer: nn.Module, state_dict: dict[str, Tensor]) -> None:
+    """Load the weights of a module of the public ``heinsen_routing`` package into one of our layers.
+
+    Its constant buffers (``CONST_...``) are not needed; ``compute_beta_use.weight`` [j, d] and its kin become
+    ``W_use`` [d, j].
+
+    Raises:
+        TypeError: layer is no routing layer.
+        ValueError: a parameter is missing, unknown or of another shape.
+    """
+    if not isinstance(layer, VectorRouting | GeneralRouting | MatrixRouting):
+        raise TypeError(f"layer must be a routing layer, got {type(layer).__name__}")
+    ours = {}
+    for name, value in state_dict.items():
+        if name.startswith("compute_beta_"):
+            kind, what = name.removeprefix("compute_beta_").split(".")  # use.weight, ign.bias
+            ours[f"W_{kind}" if what == "weight" else f"B_{kind}"] = value.mT if what == "weight" else value
+        elif not name.startswith("CONST_"):
+            ours[name] = value
+    if isinstance(layer, MatrixRouting) and layer.single_beta and "beta_use" in ours:
+        ours.setdefault("beta_ign", ours["beta_use"])
+    expected = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+    came = {name: tuple(value.shape) for name, value in ours.items()}
+    if came != expected:
+        wrong = sorted(name for name in {*came, *expected} if came.get(name) != expected.get(name))
+        details = ", ".join(f"{n} expected {expected.get(n)} got {came.get(n)}" for n in wrong)
+        raise ValueError(f"state_dict does not fit {type(layer).__name__}: {details}")
+    layer.load_state_dict(ours)
+    if isinstance(layer, VectorRouting):
+        # The public code keeps its flat prior as a float32 constant, which shows in float64.
+        layer.prior = torch.tensor(1 / layer.n_out, dtype=torch.float32).item()

@@ -1,0 +1,128 @@
+"""MatrixRouting: the 2019 variant, "An Algorithm for Routing Capsules in All Domains"."""
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from vecroute.layers.common import ANY_LENGTH
+from vecroute.ops.checks import check_choice, check_float_tensor, check_masks, check_size
+from vecroute.ops.common import masked_softmax, used_pairs
+
+
+class MatrixRouting(nn.Module):
+    """Route matrices with activation scores: the 2019 variant that the paper starts from.
+
+        V_ijch = sum_d mu_inp_icd W_ijdh + B_ijch
+        R_ij = softmax_j (log f(a_out_j) + log p_j(V_ij))
+        a_out_j = sum_i (beta_use_ij D_use_ij - beta_ign_ij D_ign_ij)
+        mu_out, sig2_out: mean and variance of the votes, weighted by D_use
+
+    Args:
+        n_inp: number of input matrices, or None for any number.
+        n_out: number of output matrices.
+        d_cov: rows of all matrices; index c.
+        d_inp, d_out: columns of input and output matrices.
+        n_iters: number of iterations.
+        p_model: "gaussian" mixtures or "skm", soft k-means.
+        single_beta: whether beta_ign is beta_use.
+
+    Shapes:
+        a_inp [..., n_inp], mu_inp [..., n_inp, d_cov, d_inp] ->
+        a_out [..., n_out], mu_out and sig2_out [..., n_out, d_cov, d_out]. Masks as in ``VectorRouting``.
+
+    Raises:
+        ValueError, TypeError: an argument of the wrong shape, type, dtype or device.
+    """
+
+    eps = 1e-5
+
+    def __init__(
+        self,
+        *,
+        n_inp: int | None,
+        n_out: int,
+        d_cov: int,
+        d_inp: int,
+        d_out: int,
+        n_iters: int = 3,
+        p_model: str = "gaussian",
+        single_beta: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        check_size("n_inp", n_inp, none_means=ANY_LENGTH)
+        for name, value in (("n_out", n_out), ("d_cov", d_cov), ("d_inp", d_inp), ("d_out", d_out)):
+            check_size(name, value)
+        check_size("n_iters", n_iters)
+        check_choice("p_model", p_model, ("gaussian", "skm"))
+        self.n_inp, self.n_out, self.d_cov, self.d_inp, self.d_out = n_inp, n_out, d_cov, d_inp, d_out
+        self.n_iters, self.p_model, self.single_beta = n_iters, p_model, single_beta
+        like = {"device": device, "dtype": dtype}
+        one_or_n_inp = n_inp or 1
+        self.W = nn.Parameter(torch.empty(one_or_n_inp, n_out, d_inp, d_out, **like))
+        self.B = nn.Parameter(torch.empty(one_or_n_inp, n_out, d_cov, d_out, **like))
+        self.beta_use = nn.Parameter(torch.empty(one_or_n_inp, n_out, **like))
+        self.beta_ign = self.beta_use if single_beta else nn.Parameter(torch.empty_like(self.beta_use))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values that the paper's authors chose."""
+        nn.init.normal_(self.W, std=1 / self.d_inp)
+        for parameter in (self.B, self.beta_use, self.beta_ign):
+            nn.init.zeros_(parameter)
+
+    def extra_repr(self) -> str:
+        names = "n_inp n_out d_cov d_inp d_out n_iters p_model single_beta"
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names.split())
+
+    def forward(
+        self,
+        a_inp: Tensor,
+        mu_inp: Tensor,
+        input_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._check(a_inp, mu_inp)
+        # One row per matrix: the masks speak of inputs, whatever their shape.
+        input_mask, pair_mask = check_masks(a_inp[..., None], input_mask, pair_mask, self.n_out)
+        use = used_pairs(input_mask, pair_mask)  # [..., i, j]
+        if use is not None:
+            used = use.any(-1)  # [..., i]
+            a_inp = a_inp.where(used, 0.0)  # [..., i]
+            mu_inp = mu_inp.where(used[..., None, None], 0.0)  # [..., i, c, d]
+            use = use.expand(*a_inp.shape, self.n_out)  # [..., i, j]
+
+        V = (mu_inp[..., None, :, :] @ self.W) + self.B  # [..., i, j, c, h]
+        f_a_inp = torch.sigmoid(a_inp)[..., None]  # [..., i, 1]
+        S = V.new_zeros(V.shape[:-2])  # [..., i, j]
+        for _ in range(self.n_iters):
+            R = masked_softmax(S, use, -1)  # [..., i, j]
+            D_use = f_a_inp * R  # [..., i, j]
+            D_ign = f_a_inp - D_use  # [..., i, j]
+            if use is not None:
+                D_ign = D_ign.where(use, 0.0)  # [..., i, j]
+            a_out = (self.beta_use * D_use - self.beta_ign * D_ign).sum(-2)  # [..., j]
+            share = D_use / (D_use.sum(-2, keepdim=True) + self.eps)  # [..., i, j]
+            mu_out = torch.einsum("...ij,...ijch->...jch", share, V)  # [..., j, c, h]
+            error2 = (V - mu_out[..., None, :, :, :]).square()  # [..., i, j, c, h]
+            sig2_out = torch.einsum("...ij,...ijch->...jch", share, error2) + self.eps  # [..., j, c, h]
+            S = nnf.logsigmoid(a_out)[..., None, :] + self._log_p(error2, sig2_out)  # [..., i, j]
+        return a_out, mu_out, sig2_out
+
+    def _log_p(self, error2: Tensor, sig2_out: Tensor) -> Tensor:
+        """Log-probability of each vote at each output, up to a constant, [..., i, j]."""
+        if self.p_model == "skm":
+            return (-error2.sum((-2, -1))).log_softmax(-1)  # [..., i, j]
+        square = torch.einsum("...ijch,...jch->...ij", error2, 1 / (2 * sig2_out))  # [..., i, j]
+        return -square - sig2_out.log().sum((-2, -1))[..., None, :] / 2  # [..., i, j]
+
+    def _check(self, a_inp: object, mu_inp: object) -> None:
+        n_inp = "n_inp" if self.n_inp is None else f"n_inp={self.n_inp}"
+        mu_letters = f"[..., {n_inp}, d_cov={self.d_cov}, d_inp={self.d_inp}]"
+        a_shape = list(check_float_tensor("a_inp", a_inp, f"[..., {n_inp}]", self.W).shape)
+        mu_shape = list(check_float_tensor("mu_inp", mu_inp, mu_letters, self.W).shape)
+        if not a_shape or a_shape[-1] == 0 or a_shape[-1] != (self.n_inp or a_shape[-1]):
+            raise ValueError(f"a_inp must be [..., {n_inp}] with at least one input, got {a_shape}")
+        if mu_shape != [*a_shape, self.d_cov, self.d_inp]:
+            raise ValueError(f"mu_inp must be {mu_letters} for a_inp {a_shape}, got {mu_shape}")

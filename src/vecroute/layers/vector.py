@@ -1,0 +1,126 @@
+"""VectorRouting: Algorithm 2 of the paper as a layer."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from vecroute import ops
+from vecroute.layers.common import ANY_LENGTH, Routed, reset_betas
+from vecroute.ops.checks import check_choice, check_masks, check_size, check_vectors
+from vecroute.ops.common import Iteration, Weights, normalize
+from vecroute.ops.reference import route_reference
+
+
+class VectorRouting(nn.Module):
+    """Route n_inp vectors of size d_inp to n_out vectors of size d_out: Algorithm 2 of the paper.
+
+        phi_ij = beta_use_ij D_use_ij - beta_ign_ij D_ign_ij
+        x_out_jh = sum_i phi_ij V_ijh
+
+    Args:
+        n_inp: number of input vectors, or None for any number.
+        n_out: number of output vectors. With n_out=1 there is no competition: R is 1 and nothing is ignored.
+        d_inp, d_out: size of input and output vectors.
+        n_iters: number of iterations.
+        normalize: bring each output vector to mean 0 and variance 1 at the end (not if d_out is 1).
+        implementation: "auto" or "reference".
+
+    Shapes:
+        x_inp [..., n_inp, d_inp], input_mask [..., n_inp], pair_mask [..., n_inp, n_out]
+        -> x_out [..., n_out, d_out].
+        True (or 1) in a mask means *use*; the batch dimensions of masks broadcast. Masked pairs leave the
+        competition and have phi = 0. A sample with no input left has phi = 0, so x_out = 0.
+
+    Raises:
+        ValueError, TypeError: an argument of the wrong shape, type, dtype or device.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_inp: int | None,
+        n_out: int,
+        d_inp: int,
+        d_out: int,
+        n_iters: int = 2,
+        normalize: bool = True,
+        implementation: str = "auto",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        check_size("n_inp", n_inp, none_means=ANY_LENGTH)
+        for name, value in (("n_out", n_out), ("d_inp", d_inp), ("d_out", d_out), ("n_iters", n_iters)):
+            check_size(name, value)
+        check_choice("implementation", implementation, ops.IMPLEMENTATIONS)
+        self.n_inp, self.n_out, self.d_inp, self.d_out = n_inp, n_out, d_inp, d_out
+        self.n_iters, self.normalize, self.implementation = n_iters, normalize, implementation
+        self.prior = 1 / n_out
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        one_or_n_inp = n_inp or 1
+        self.W_A = parameter(one_or_n_inp, d_inp)
+        self.B_A = parameter(one_or_n_inp)
+        self.W_F1 = parameter(n_out, d_inp)
+        self.W_F2 = parameter(d_inp, d_out)
+        self.B_F2 = parameter(n_out, d_out)
+        self.W_G1 = parameter(d_out, d_inp)
+        self.W_G2 = parameter(n_out, d_inp)
+        self.B_G2 = parameter(n_out, d_inp)
+        self.W_S = parameter(one_or_n_inp, n_out)
+        self.B_S = parameter(one_or_n_inp, n_out)
+        if n_inp is None:
+            self.W_use, self.B_use = parameter(d_inp, n_out), parameter(n_out)
+            self.W_ign, self.B_ign = parameter(d_inp, n_out), parameter(n_out)
+        else:
+            self.beta_use, self.beta_ign = parameter(n_inp, n_out), parameter(n_inp, n_out)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values that the paper's authors chose."""
+        nn.init.normal_(self.W_A, std=2 / math.sqrt(self.d_inp))
+        nn.init.normal_(self.W_F1)
+        nn.init.normal_(self.W_F2, std=2 / math.sqrt(self.d_inp))
+        nn.init.normal_(self.W_G1, std=1 / math.sqrt(self.d_out))
+        nn.init.normal_(self.W_G2)
+        nn.init.normal_(self.W_S, std=1 / math.sqrt(self.d_inp))
+        for bias in (self.B_A, self.B_F2, self.B_G2, self.B_S):
+            nn.init.zeros_(bias)
+        reset_betas(self, self.d_inp)
+
+    def extra_repr(self) -> str:
+        names = "n_inp n_out d_inp d_out n_iters normalize implementation"
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names.split())
+
+    def weights(self) -> Weights:
+        """The parameters, as the ops take them."""
+        return Weights._make(getattr(self, name, None) for name in Weights._fields)
+
+    def forward(
+        self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
+    ) -> Tensor:
+        return self.route(x_inp, input_mask, pair_mask).x_out
+
+    def route(
+        self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
+    ) -> Routed:
+        """Like ``forward``, and the credit phi [..., i, j] of every input for every output."""
+        check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
+        masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
+        x_out, phi = ops.route(x_inp, self.weights(), self.n_iters, *masks, self.implementation, self.prior)
+        if self.normalize:
+            x_out = normalize(x_out)  # [..., j, h]
+        return Routed(x_out.to(x_inp.dtype), phi.to(x_inp.dtype))
+
+    def trace(
+        self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
+    ) -> list[Iteration]:
+        """Every quantity of every iteration, by the reference; x_out as Algorithm 2 leaves it."""
+        check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
+        masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
+        iterations: list[Iteration] = []
+        route_reference(x_inp, self.weights(), self.n_iters, *masks, self.prior, iterations)
+        return iterations

@@ -1,0 +1,103 @@
+"""Checks of what users pass in: each error names the argument, what was expected and what came."""
+
+import torch
+from torch import Tensor
+
+
+def check_size(name: str, value: object, *, none_means: str | None = None) -> None:
+    """Raise unless value is a positive int, or None where that has a meaning."""
+    if value is None and none_means is not None:
+        return
+    expected = "a positive int" + (f" or None ({none_means})" if none_means else "")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
+    if value < 1:
+        raise ValueError(f"{name} must be {expected}, got {value}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_vectors(
+    name: str, x: object, *, n: int | None, d: int, like: Tensor | None, letters: str = "n_inp, d_inp"
+) -> None:
+    """Raise unless x is a floating-point tensor [..., n, d] of the dtype and device of ``like``.
+
+    Args:
+        name: how the argument is called.
+        x: what was passed.
+        n: expected number of vectors, None for any number but 0.
+        d: expected size of a vector.
+        like: a parameter that x must agree with; None for no such demand.
+        letters: how the two sizes are called in the message.
+    """
+    n_name, d_name = letters.split(", ")
+    expected = f"[..., {n_name}{'' if n is None else f'={n}'}, {d_name}={d}]"
+    shape = list(check_float_tensor(name, x, expected, like).shape)
+    if len(shape) < 2 or shape[-1] != d or (n is not None and shape[-2] != n):
+        raise ValueError(f"{name} must be {expected}, got {shape}")
+    if shape[-2] == 0:
+        raise ValueError(f"{name} must be {expected} with at least one vector, got {shape}")
+
+
+def check_float_tensor(name: str, x: object, expected: str, like: Tensor | None) -> Tensor:
+    """Return x if it is a floating-point tensor of the dtype (autocast aside) and device of ``like``."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a floating-point tensor {expected}, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor {expected}, got dtype {x.dtype}")
+    if like is None:
+        return x
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on the device of the layer, {like.device}, got {x.device}")
+    if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"{name} must have the dtype of the layer, {like.dtype}, got {x.dtype}")
+    return x
+
+
+def check_mask(name: str, mask: object, x: Tensor, *, sizes: dict[str, int]) -> Tensor | None:
+    """Return the mask as booleans; raise unless it is [..., sizes], broadcastable over the batch of x.
+
+    Args:
+        name: how the argument is called.
+        mask: True (or 1) means use; None for no mask.
+        x: [..., i, d] the inputs that the mask speaks of.
+        sizes: the names and sizes of the mask's last dimensions.
+    """
+    if mask is None:
+        return None
+    expected = f"[..., {', '.join(f'{key}={value}' for key, value in sizes.items())}]"
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a bool or 0/1 integer tensor {expected}, got {type(mask).__name__}")
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(f"{name} must be a bool or 0/1 integer tensor {expected}, got dtype {mask.dtype}")
+    if mask.device != x.device:
+        raise ValueError(f"{name} must be on the device of x_inp, {x.device}, got {mask.device}")
+    batch, k = tuple(x.shape[:-2]), len(sizes)
+    lead = tuple(mask.shape[: max(mask.dim() - k, 0)])
+    fits = (
+        mask.dim() >= k
+        and list(mask.shape[mask.dim() - k :]) == list(sizes.values())
+        and len(lead) <= len(batch)
+        and all(m in (1, b) for m, b in zip(reversed(lead), reversed(batch), strict=False))
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} must be {expected}, its leading dimensions broadcastable to those of x_inp, "
+            f"{list(batch)}, got {list(mask.shape)}"
+        )
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def check_masks(
+    x: Tensor, input_mask: object, pair_mask: object, n_out: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check both masks of a routing and return them as booleans."""
+    n_inp = x.shape[-2]
+    return (
+        check_mask("input_mask", input_mask, x, sizes={"n_inp": n_inp}),
+        check_mask("pair_mask", pair_mask, x, sizes={"n_inp": n_inp, "n_out": n_out}),
+    )

@@ -1,0 +1,88 @@
+"""What every implementation of the routing loop shares: its parameters, its masks, its arithmetic."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+
+class Weights(NamedTuple):
+    """The parameters of Algorithm 2 by the paper's names; ``I`` is n_inp, or 1 if the length is variable."""
+
+    W_A: Tensor  # [I, d]
+    B_A: Tensor  # [I]
+    W_F1: Tensor  # [j, d]
+    W_F2: Tensor  # [d, h]
+    B_F2: Tensor  # [j, h]
+    W_G1: Tensor  # [h, d]
+    W_G2: Tensor  # [j, d]
+    B_G2: Tensor  # [j, d]
+    W_S: Tensor  # [I, j]
+    B_S: Tensor  # [I, j]
+    # Fixed length: the betas themselves.
+    beta_use: Tensor | None = None  # [i, j]
+    beta_ign: Tensor | None = None  # [i, j]
+    # Variable length: the betas are linear in x_inp.
+    W_use: Tensor | None = None  # [d, j]
+    B_use: Tensor | None = None  # [j]
+    W_ign: Tensor | None = None  # [d, j]
+    B_ign: Tensor | None = None  # [j]
+
+    def to(self, dtype: torch.dtype) -> "Weights":
+        """The same parameters in another dtype."""
+        return Weights._make(None if w is None else w.to(dtype) for w in self)
+
+
+class Iteration(NamedTuple):
+    """Every quantity of one iteration of the loop (``x_hat`` and ``S`` are None under the flat prior)."""
+
+    a_inp: Tensor  # [..., i]
+    x_hat: Tensor | None  # [..., j, d]
+    S: Tensor | None  # [..., i, j]
+    R: Tensor  # [..., i, j]
+    D_use: Tensor  # [..., i, j]
+    D_ign: Tensor  # [..., i, j]
+    phi: Tensor  # [..., i, j]
+    x_out: Tensor  # [..., j, h], before any final normalisation
+
+
+def normalize(x: Tensor) -> Tensor:
+    """The paper's N: each vector to mean 0 and variance 1; a vector of size 1 is left as it is."""
+    return x if x.shape[-1] == 1 else nnf.layer_norm(x, x.shape[-1:], eps=1e-5)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, softmax and everything else but the operands of products: at least float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def product_dtype(x_inp: Tensor) -> torch.dtype:
+    """The dtype to which the operands of products are rounded: autocast's, else that of x_inp."""
+    device = x_inp.device.type
+    if torch.is_autocast_enabled(device) and x_inp.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x_inp.dtype
+
+
+def used_pairs(input_mask: Tensor | None, pair_mask: Tensor | None) -> Tensor | None:
+    """Pairs that take part in the competition, [..., i, j] or [..., i, 1]; None if all of them do."""
+    if input_mask is None:
+        return pair_mask
+    inputs = input_mask[..., None]  # [..., i, 1]
+    return inputs if pair_mask is None else inputs & pair_mask  # [..., i, j]
+
+
+def masked_softmax(S: Tensor, use: Tensor | None, dim: int) -> Tensor:
+    """Softmax over the used pairs alone; exactly 0 at the others, also where no pair is left.
+
+    Args:
+        S: [..., i, j] scores.
+        use: [..., i, j] True at the used pairs, or None.
+        dim: -1 to compete over outputs, -2 over inputs.
+    """
+    if use is None:
+        return S.softmax(dim)  # [..., i, j]
+    # The lowest finite number instead of -inf: a row with nothing left stays finite, forward and backward.
+    S = S.masked_fill(~use, torch.finfo(S.dtype).min)  # [..., i, j]
+    return S.softmax(dim).masked_fill(~use, 0.0)  # [..., i, j]

@@ -1,0 +1,94 @@
+"""Algorithm 2 of the paper, line by line, in eager PyTorch: the truth that the others are held against."""
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from vecroute.ops.common import (
+    Iteration,
+    Weights,
+    compute_dtype,
+    masked_softmax,
+    normalize,
+    product_dtype,
+    used_pairs,
+)
+
+
+def route_reference(
+    x_inp: Tensor,
+    weights: Weights,
+    n_iters: int,
+    input_mask: Tensor | None = None,
+    pair_mask: Tensor | None = None,
+    prior: float | None = None,
+    trace: list[Iteration] | None = None,
+) -> Iteration:
+    """Route x_inp by Algorithm 2 and return the last iteration, its x_out not yet normalised.
+
+    Args:
+        x_inp: [..., i, d] input vectors.
+        weights: the parameters.
+        n_iters: number of iterations, at least 1.
+        input_mask: [..., i] True where an input is used; n_inp counts these.
+        pair_mask: [..., i, j] True where a pair takes part in the competition.
+        prior: routing probability in the first iteration where no mask is given, None for 1 / n_out.
+        trace: a list to which every iteration is appended.
+    """
+    dtype, rounded = compute_dtype(x_inp.dtype), product_dtype(x_inp)
+
+    def contract(equation: str, *operands: Tensor) -> Tensor:
+        return torch.einsum(equation, *(t.to(rounded).to(dtype) for t in operands))
+
+    f, log_f, N = torch.sigmoid, nnf.logsigmoid, normalize
+    with torch.autocast(x_inp.device.type, enabled=False):
+        x_inp = x_inp.to(dtype)  # [..., i, d]
+        w = weights.to(dtype)
+        n_inp, n_out = x_inp.shape[-2], w.W_F1.shape[0]
+        sqrt_n_inp = torch.full((1,), n_inp, dtype=dtype, device=x_inp.device).sqrt()  # [1]
+        use = used_pairs(input_mask, pair_mask)  # [..., i, j]
+        if use is not None:
+            # Zeros in place of unused inputs, so that not even NaN in them reaches a product.
+            x_inp = x_inp.where(use.any(-1, keepdim=True), 0.0)  # [..., i, d]
+            use = use.expand(*x_inp.shape[:-1], n_out)  # [..., i, j]
+        if input_mask is not None:
+            sqrt_n_inp = input_mask.sum(-1, keepdim=True).clamp(min=1).to(dtype).sqrt()  # [..., 1]
+
+        beta_use, beta_ign = betas(x_inp, w, contract)  # [..., i, j], [..., i, j]
+        a_inp = contract("id,...id->...i", w.W_A, x_inp) / sqrt_n_inp + w.B_A  # [..., i]
+        f_a_inp = f(a_inp)[..., None]  # [..., i, 1]
+        x_hat, S, x_out = None, None, None
+        for _ in range(n_iters):
+            # E-step
+            if x_out is None:
+                R = x_inp.new_full((*x_inp.shape[:-1], n_out), prior or 1 / n_out)  # [..., i, j]
+                if use is not None:
+                    R = use / use.sum(-1, keepdim=True).clamp(min=1).to(dtype)  # [..., i, j]
+            else:
+                x_hat = w.W_G2 * contract("hd,...jh->...jd", w.W_G1, N(x_out)) + w.B_G2  # [..., j, d]
+                z = w.W_S * contract("...id,...jd->...ij", x_inp, x_hat) + w.B_S  # [..., i, j]
+                S = log_f(z)  # [..., i, j]
+                R = masked_softmax(S, use, -1)  # [..., i, j]
+            # D-step
+            D_use = f_a_inp * R  # [..., i, j]
+            D_ign = f_a_inp - D_use  # [..., i, j]
+            if use is not None:
+                D_ign = D_ign.where(use, 0.0)  # [..., i, j]
+            # M-step
+            phi = beta_use * D_use - beta_ign * D_ign  # [..., i, j]
+            y = contract("...ij,...id->...jd", phi, x_inp) / sqrt_n_inp[..., None]  # [..., j, d]
+            x_out = contract("dh,...jd->...jh", w.W_F2, w.W_F1 * y)  # [..., j, h]
+            x_out = x_out + phi.sum(-2)[..., None] * w.B_F2  # [..., j, h]
+            iteration = Iteration(a_inp, x_hat, S, R, D_use, D_ign, phi, x_out)
+            if trace is not None:
+                trace.append(iteration)
+    return iteration
+
+
+def betas(x_inp: Tensor, w: Weights, contract) -> tuple[Tensor, Tensor]:
+    """Net benefit to use and net cost to ignore: parameters, or linear in x_inp; each [..., i, j]."""
+    if w.beta_use is not None and w.beta_ign is not None:
+        return w.beta_use, w.beta_ign  # [i, j], [i, j]
+    beta_use = contract("...id,dj->...ij", x_inp, w.W_use) + w.B_use  # [..., i, j]
+    beta_ign = contract("...id,dj->...ij", x_inp, w.W_ign) + w.B_ign  # [..., i, j]
+    return beta_use, beta_ign
