@@ -7,11 +7,10 @@ Any module or function of the right shape will do in their place: ``nn.Linear(d_
 import math
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from vecroute.ops.checks import check_size
-from vecroute.ops.common import normalize
+from vecroute.ops.common import log_f, normalize
 
 
 def _sqrt_n_inp(x_inp: Tensor, input_mask: Tensor | None) -> Tensor:
@@ -197,4 +196,4 @@ class LogLogistic(nn.Module):
         self.B_S = nn.Parameter(torch.zeros_like(W_S))
 
     def forward(self, x_inp: Tensor, x_hat: Tensor) -> Tensor:
-        return nnf.logsigmoid(self.W_S * (x_inp @ x_hat.mT) + self.B_S)  # [..., i, j]
+        return log_f(self.W_S * (x_inp @ x_hat.mT) + self.B_S)  # [..., i, j]

@@ -1,12 +1,11 @@
 """MatrixRouting: the 2019 variant, "An Algorithm for Routing Capsules in All Domains"."""
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from vecroute.layers.common import ANY_LENGTH
 from vecroute.ops.checks import check_choice, check_float_tensor, check_masks, check_size
-from vecroute.ops.common import masked_softmax, used_pairs
+from vecroute.ops.common import log_f, masked_softmax, used_pairs
 
 
 class MatrixRouting(nn.Module):
@@ -107,7 +106,7 @@ class MatrixRouting(nn.Module):
             mu_out = torch.einsum("...ij,...ijch->...jch", share, V)  # [..., j, c, h]
             error2 = (V - mu_out[..., None, :, :, :]).square()  # [..., i, j, c, h]
             sig2_out = torch.einsum("...ij,...ijch->...jch", share, error2) + self.eps  # [..., j, c, h]
-            S = nnf.logsigmoid(a_out)[..., None, :] + self._log_p(error2, sig2_out)  # [..., i, j]
+            S = log_f(a_out)[..., None, :] + self._log_p(error2, sig2_out)  # [..., i, j]
         return a_out, mu_out, sig2_out
 
     def _log_p(self, error2: Tensor, sig2_out: Tensor) -> Tensor:

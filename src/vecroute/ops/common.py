@@ -52,6 +52,14 @@ def normalize(x: Tensor) -> Tensor:
     return x if x.shape[-1] == 1 else nnf.layer_norm(x, x.shape[-1:], eps=1e-5)
 
 
+def log_f(z: Tensor) -> Tensor:
+    """log f(z) of the logistic f: finite for every finite z, in exported graphs too.
+
+    ONNX has no logsigmoid, and log(sigmoid(z)) there is -inf for very negative z; softplus survives.
+    """
+    return -nnf.softplus(-z, threshold=40)
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums, softmax and everything else but the operands of products: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

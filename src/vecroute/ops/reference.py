@@ -1,13 +1,13 @@
 """Algorithm 2 of the paper, line by line, in eager PyTorch: the truth that the others are held against."""
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from vecroute.ops.common import (
     Iteration,
     Weights,
     compute_dtype,
+    log_f,
     masked_softmax,
     normalize,
     product_dtype,
@@ -40,7 +40,7 @@ def route_reference(
     def contract(equation: str, *operands: Tensor) -> Tensor:
         return torch.einsum(equation, *(t.to(rounded).to(dtype) for t in operands))
 
-    f, log_f, N = torch.sigmoid, nnf.logsigmoid, normalize
+    f, N = torch.sigmoid, normalize
     with torch.autocast(x_inp.device.type, enabled=False):
         x_inp = x_inp.to(dtype)  # [..., i, d]
         w = weights.to(dtype)
@@ -55,7 +55,8 @@ def route_reference(
             sqrt_n_inp = input_mask.sum(-1, keepdim=True).clamp(min=1).to(dtype).sqrt()  # [..., 1]
 
         beta_use, beta_ign = betas(x_inp, w, contract)  # [..., i, j], [..., i, j]
-        a_inp = contract("id,...id->...i", w.W_A, x_inp) / sqrt_n_inp + w.B_A  # [..., i]
+        # x_inp first: ONNX takes the size of i from the first operand, and W_A may have one row for all i.
+        a_inp = contract("...id,id->...i", x_inp, w.W_A) / sqrt_n_inp + w.B_A  # [..., i]
         f_a_inp = f(a_inp)[..., None]  # [..., i, 1]
         x_hat, S, x_out = None, None, None
         for _ in range(n_iters):
