@@ -69,11 +69,15 @@ def check_mask(name: str, mask: object, x: Tensor, *, sizes: dict[str, int]) -> 
     """
     if mask is None:
         return None
-    expected = f"[..., {', '.join(f'{key}={value}' for key, value in sizes.items())}]"
+
+    def expected() -> str:  # only for an error: torch.compile compiles anew for every size that is printed
+        return f"[..., {', '.join(f'{key}={value}' for key, value in sizes.items())}]"
+
     if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a bool or 0/1 integer tensor {expected}, got {type(mask).__name__}")
+        came = type(mask).__name__
+        raise TypeError(f"{name} must be a bool or 0/1 integer tensor {expected()}, got {came}")
     if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(f"{name} must be a bool or 0/1 integer tensor {expected}, got dtype {mask.dtype}")
+        raise TypeError(f"{name} must be a bool or 0/1 integer tensor {expected()}, got dtype {mask.dtype}")
     if mask.device != x.device:
         raise ValueError(f"{name} must be on the device of x_inp, {x.device}, got {mask.device}")
     batch, k = tuple(x.shape[:-2]), len(sizes)
@@ -86,7 +90,7 @@ def check_mask(name: str, mask: object, x: Tensor, *, sizes: dict[str, int]) -> 
     )
     if not fits:
         raise ValueError(
-            f"{name} must be {expected}, its leading dimensions broadcastable to those of x_inp, "
+            f"{name} must be {expected()}, its leading dimensions broadcastable to those of x_inp, "
             f"{list(batch)}, got {list(mask.shape)}"
         )
     return mask if mask.dtype == torch.bool else mask != 0
