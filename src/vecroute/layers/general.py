@@ -122,7 +122,8 @@ class GeneralRouting(nn.Module):
         Args:
             x_init: [..., j, h] outputs that the first E-step scores, in place of the flat prior.
         """
-        check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=None)
+        learned_beta = next(self.parameters(recurse=False), None)
+        check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=learned_beta)
         input_mask, pair_mask = check_masks(x_inp, input_mask, pair_mask, self.n_out)
         ij = (*x_inp.shape[:-1], self.n_out)
         use = used_pairs(input_mask, pair_mask)  # [..., i, j]
@@ -136,8 +137,10 @@ class GeneralRouting(nn.Module):
             V = V.where(use[..., None], 0.0)  # [..., i, j, h]
         beta_use, beta_ign = self._beta("use", x_inp, ij), self._beta("ign", x_inp, ij)  # [..., i, j] each
         if x_init is not None:
-            check_vectors("x_init", x_init, n=self.n_out, d=V.shape[-1], like=None, letters="n_out, d_out")
+            check_vectors("x_init", x_init, n=self.n_out, d=V.shape[-1], like=x_inp, letters="n_out, d_out")
         f_a_inp = torch.sigmoid(a_inp.to(compute_dtype(a_inp.dtype)))[..., None]  # [..., i, 1]
+        if use is not None:
+            f_a_inp = f_a_inp.where(use, 0.0)  # [..., i, j]
 
         iterations: list[Iteration] = []
         x_out = x_init  # [..., j, h]
@@ -145,9 +148,10 @@ class GeneralRouting(nn.Module):
             x_hat, S, R = self._e_step(x_inp, x_out, use, ij)
             D_use = f_a_inp * R  # [..., i, j]
             D_ign = f_a_inp - D_use  # [..., i, j]
-            if use is not None:
-                D_ign = D_ign.where(use, 0.0)  # [..., i, j]
             phi = (beta_use * D_use - beta_ign * D_ign).to(V.dtype)  # [..., i, j]
+            if use is not None:
+                # A beta that a function computed from zeros may be infinite, and 0 * inf is NaN.
+                phi = phi.where(use, 0.0)  # [..., i, j]
             x_out = torch.einsum("...ij,...ijh->...jh", phi, V)  # [..., j, h]
             iterations.append(Iteration(a_inp, x_hat, S, R, D_use, D_ign, phi, x_out))
         return iterations
@@ -160,7 +164,7 @@ class GeneralRouting(nn.Module):
             return None, None, masked_softmax(S_flat, use, dim)
         jd = (*x_out.shape[:-2], self.n_out, self.d_inp)
         x_hat = self._call("G", (x_out,), jd, f"[..., n_out={self.n_out}, d_inp={self.d_inp}]")
-        S = self._call("S", (x_inp, x_hat), ij, f"[..., n_inp={ij[-2]}, n_out={self.n_out}]")
+        S = self._call("S", (x_inp, x_hat), ij, f"[..., n_inp, n_out={self.n_out}]")
         return x_hat, S, masked_softmax(S.to(compute_dtype(S.dtype)), use, dim)
 
     def _activations(self, x_inp: Tensor, input_mask: Tensor | None) -> Tensor:
@@ -187,7 +191,7 @@ class GeneralRouting(nn.Module):
         beta = getattr(self, f"beta_{name}")
         if not callable(beta):
             return beta
-        return self._call(f"beta_{name}", (x_inp,), ij, f"[..., n_inp={ij[-2]}, n_out={self.n_out}]")
+        return self._call(f"beta_{name}", (x_inp,), ij, f"[..., n_inp, n_out={self.n_out}]")
 
 
 def _call_network(network: Callable[..., Tensor], args: tuple, input_mask: Tensor | None) -> Tensor:

@@ -1,11 +1,25 @@
 """MatrixRouting: the 2019 variant, "An Algorithm for Routing Capsules in All Domains"."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from vecroute.layers.common import ANY_LENGTH
 from vecroute.ops.checks import check_choice, check_float_tensor, check_masks, check_size
-from vecroute.ops.common import log_f, masked_softmax, used_pairs
+from vecroute.ops.common import compute_dtype, log_f, masked_softmax, used_pairs
+
+
+class MatrixIteration(NamedTuple):
+    """Every quantity of one iteration of the loop."""
+
+    R: Tensor  # [..., i, j]
+    D_use: Tensor  # [..., i, j]
+    D_ign: Tensor  # [..., i, j]
+    phi: Tensor  # [..., i, j]
+    a_out: Tensor  # [..., j]
+    mu_out: Tensor  # [..., j, c, h]
+    sig2_out: Tensor  # [..., j, c, h]
 
 
 class MatrixRouting(nn.Module):
@@ -82,6 +96,17 @@ class MatrixRouting(nn.Module):
         input_mask: Tensor | None = None,
         pair_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        last = self.trace(a_inp, mu_inp, input_mask, pair_mask)[-1]
+        return last.a_out.to(a_inp.dtype), last.mu_out.to(mu_inp.dtype), last.sig2_out.to(mu_inp.dtype)
+
+    def trace(
+        self,
+        a_inp: Tensor,
+        mu_inp: Tensor,
+        input_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+    ) -> list[MatrixIteration]:
+        """Every quantity of every iteration, at least in float32."""
         self._check(a_inp, mu_inp)
         # One row per matrix: the masks speak of inputs, whatever their shape.
         input_mask, pair_mask = check_masks(a_inp[..., None], input_mask, pair_mask, self.n_out)
@@ -92,29 +117,42 @@ class MatrixRouting(nn.Module):
             mu_inp = mu_inp.where(used[..., None, None], 0.0)  # [..., i, c, d]
             use = use.expand(*a_inp.shape, self.n_out)  # [..., i, j]
 
-        V = (mu_inp[..., None, :, :] @ self.W) + self.B  # [..., i, j, c, h]
-        f_a_inp = torch.sigmoid(a_inp)[..., None]  # [..., i, 1]
-        S = V.new_zeros(V.shape[:-2])  # [..., i, j]
-        for _ in range(self.n_iters):
-            R = masked_softmax(S, use, -1)  # [..., i, j]
-            D_use = f_a_inp * R  # [..., i, j]
-            D_ign = f_a_inp - D_use  # [..., i, j]
+        V = mu_inp[..., None, :, :] @ self.W  # [..., i, j, c, h]
+        with torch.autocast(V.device.type, enabled=False):
+            dtype = compute_dtype(V.dtype)
+            V = V.to(dtype) + self.B  # [..., i, j, c, h]
+            f_a_inp = torch.sigmoid(a_inp.to(dtype))[..., None]  # [..., i, 1]
             if use is not None:
-                D_ign = D_ign.where(use, 0.0)  # [..., i, j]
-            a_out = (self.beta_use * D_use - self.beta_ign * D_ign).sum(-2)  # [..., j]
-            share = D_use / (D_use.sum(-2, keepdim=True) + self.eps)  # [..., i, j]
-            mu_out = torch.einsum("...ij,...ijch->...jch", share, V)  # [..., j, c, h]
-            error2 = (V - mu_out[..., None, :, :, :]).square()  # [..., i, j, c, h]
-            sig2_out = torch.einsum("...ij,...ijch->...jch", share, error2) + self.eps  # [..., j, c, h]
-            S = log_f(a_out)[..., None, :] + self._log_p(error2, sig2_out)  # [..., i, j]
-        return a_out, mu_out, sig2_out
+                f_a_inp = f_a_inp.where(use, 0.0)  # [..., i, j]
+            S = V.new_zeros(V.shape[:-2])  # [..., i, j]
+            iterations: list[MatrixIteration] = []
+            for _ in range(self.n_iters):
+                if iterations:
+                    S = self._scores(V, iterations[-1])  # [..., i, j]
+                iterations.append(self._step(V, f_a_inp, S, use))
+        return iterations
 
-    def _log_p(self, error2: Tensor, sig2_out: Tensor) -> Tensor:
-        """Log-probability of each vote at each output, up to a constant, [..., i, j]."""
+    def _step(self, V: Tensor, f_a_inp: Tensor, S: Tensor, use: Tensor | None) -> MatrixIteration:
+        """One iteration, given the scores of the one before."""
+        R = masked_softmax(S, use, -1)  # [..., i, j]
+        D_use = f_a_inp * R  # [..., i, j]
+        D_ign = f_a_inp - D_use  # [..., i, j]
+        phi = self.beta_use * D_use - self.beta_ign * D_ign  # [..., i, j]
+        share = D_use / (D_use.sum(-2, keepdim=True) + self.eps)  # [..., i, j]
+        mu_out = torch.einsum("...ij,...ijch->...jch", share, V)  # [..., j, c, h]
+        error2 = (V - mu_out[..., None, :, :, :]).square()  # [..., i, j, c, h]
+        sig2_out = torch.einsum("...ij,...ijch->...jch", share, error2) + self.eps  # [..., j, c, h]
+        return MatrixIteration(R, D_use, D_ign, phi, phi.sum(-2), mu_out, sig2_out)
+
+    def _scores(self, V: Tensor, last: MatrixIteration) -> Tensor:
+        """log f(a_out_j) + log p_j(V_ij) up to a constant over j, [..., i, j]."""
+        error2 = (V - last.mu_out[..., None, :, :, :]).square()  # [..., i, j, c, h]
         if self.p_model == "skm":
-            return (-error2.sum((-2, -1))).log_softmax(-1)  # [..., i, j]
-        square = torch.einsum("...ijch,...jch->...ij", error2, 1 / (2 * sig2_out))  # [..., i, j]
-        return -square - sig2_out.log().sum((-2, -1))[..., None, :] / 2  # [..., i, j]
+            log_p = -error2.sum((-2, -1))  # [..., i, j]
+        else:
+            log_p = -torch.einsum("...ijch,...jch->...ij", error2, 1 / (2 * last.sig2_out))  # [..., i, j]
+            log_p = log_p - last.sig2_out.log().sum((-2, -1))[..., None, :] / 2  # [..., i, j]
+        return log_f(last.a_out)[..., None, :] + log_p  # [..., i, j]
 
     def _check(self, a_inp: object, mu_inp: object) -> None:
         n_inp = "n_inp" if self.n_inp is None else f"n_inp={self.n_inp}"

@@ -38,7 +38,7 @@ def route_reference(
     dtype, rounded = compute_dtype(x_inp.dtype), product_dtype(x_inp)
 
     def contract(equation: str, *operands: Tensor) -> Tensor:
-        return torch.einsum(equation, *(t.to(rounded).to(dtype) for t in operands))
+        return torch.einsum(equation, *(round_to(t, rounded) for t in operands))
 
     f, N = torch.sigmoid, normalize
     with torch.autocast(x_inp.device.type, enabled=False):
@@ -58,6 +58,9 @@ def route_reference(
         # x_inp first: ONNX takes the size of i from the first operand, and W_A may have one row for all i.
         a_inp = contract("...id,id->...i", x_inp, w.W_A) / sqrt_n_inp + w.B_A  # [..., i]
         f_a_inp = f(a_inp)[..., None]  # [..., i, 1]
+        if use is not None:
+            # Nothing to use or to ignore at unused pairs: D_use = D_ign = phi = 0 there.
+            f_a_inp = f_a_inp.where(use, 0.0)  # [..., i, j]
         x_hat, S, x_out = None, None, None
         for _ in range(n_iters):
             # E-step
@@ -73,17 +76,21 @@ def route_reference(
             # D-step
             D_use = f_a_inp * R  # [..., i, j]
             D_ign = f_a_inp - D_use  # [..., i, j]
-            if use is not None:
-                D_ign = D_ign.where(use, 0.0)  # [..., i, j]
             # M-step
             phi = beta_use * D_use - beta_ign * D_ign  # [..., i, j]
             y = contract("...ij,...id->...jd", phi, x_inp) / sqrt_n_inp[..., None]  # [..., j, d]
-            x_out = contract("dh,...jd->...jh", w.W_F2, w.W_F1 * y)  # [..., j, h]
+            # Not rounded: sums over many inputs leave the range of float16.
+            x_out = torch.einsum("dh,...jd->...jh", w.W_F2, w.W_F1 * y)  # [..., j, h]
             x_out = x_out + phi.sum(-2)[..., None] * w.B_F2  # [..., j, h]
             iteration = Iteration(a_inp, x_hat, S, R, D_use, D_ign, phi, x_out)
             if trace is not None:
                 trace.append(iteration)
     return iteration
+
+
+def round_to(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """t with the values that dtype can hold. Its gradient is not rounded: float16 could not hold it."""
+    return t if dtype == t.dtype else t + (t.to(dtype).to(t.dtype) - t).detach()
 
 
 def betas(x_inp: Tensor, w: Weights, contract) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,31 @@
+"""What every test shares: a seed, hypothesis profiles, and memory that shows when nobody wrote to it."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# cuBLAS needs it for deterministic algorithms, and reads it once.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# Derandomized: a failure repeats. The slow tests ask for more examples themselves, see `THOUSAND`.
+settings.register_profile("default", max_examples=25, deadline=None, derandomize=True)
+settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same random numbers in every run, whatever ran before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def nan_filled_memory():
+    """What ``torch.empty`` and its kin hand out is full of NaN, so that memory nobody wrote to shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
