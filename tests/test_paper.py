@@ -1,6 +1,7 @@
 """What the paper says of the algorithm, checked: sections 2 to 4, Appendices B and C."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def assert_close(a: Tensor, b: Tensor) -> None:
 
 @LAYERS
 def test_every_bit_is_used_or_ignored(make, n_inp):
-    """Section 2.4.2, both equations: D_use + D_ign = f(a_inp) and sum_j D_use = f(a_inp), and their bounds."""
+    """Section 2.4.2: D_use + D_ign = f(a_inp), sum_j D_use = f(a_inp), and the bounds of both."""
     for it in make(n_inp).trace(inputs()):
         f_a_inp = f(it.a_inp)[..., None]
         assert_close(it.D_use + it.D_ign, f_a_inp.expand_as(it.D_use))
@@ -130,7 +131,7 @@ def test_scores_of_algorithm_2():
     """S = log f(z), so that R_ij = f(z_ij) / sum_j f(z_ij), with z from the predictions of G."""
     layer, x_inp = vector_layer(), inputs()
     iterations = layer.trace(x_inp)
-    for before, it in zip(iterations, iterations[1:], strict=False):
+    for before, it in pairwise(iterations):
         x = before.x_out
         variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
         x_hat = layer.W_G2 * ((x - mean) / (variance + 1e-5).sqrt() @ layer.W_G1) + layer.B_G2
@@ -175,7 +176,7 @@ def test_output_vectors_as_net_benefit_less_net_cost():
 
 @LAYERS
 def test_update_rule(make, n_inp):
-    """Section 3.3, Appendix B: x_out <- sum_i (R(x_out | x_inp) M(x_inp) - B(x_inp)), from a flat prior on."""
+    """Section 3.3, Appendix B: U(x_out | x_inp) = sum_i (R(x_out | x_inp) M(x_inp) - B(x_inp))."""
     layer, x_inp = make(n_inp), inputs()
     is_vector = isinstance(layer, vr.VectorRouting)
     V = votes(layer, x_inp) if is_vector else layer.F(x_inp)  # [..., i, j, h]
@@ -200,11 +201,10 @@ def test_update_rule(make, n_inp):
         x_out = U(x_out)
 
 
-@pytest.mark.parametrize(
-    ("n_inp", "n_out", "d_inp", "d_out"), [(7, 5, 6, 4), (100, 10, 32, 16), (3, 1, 2, 1)]
-)
-def test_parameter_counts(n_inp, n_out, d_inp, d_out):
+@pytest.mark.parametrize("sizes", [(7, 5, 6, 4), (100, 10, 32, 16), (3, 1, 2, 1)], ids=str)
+def test_parameter_counts(sizes):
     """Section 4.1: F has n_out d_inp + d_inp d_out + n_out d_out parameters; Algorithm 2 tells the others."""
+    n_inp, n_out, d_inp, d_out = sizes
     sizes = {"n_out": n_out, "d_inp": d_inp, "d_out": d_out}
 
     def count(layer: nn.Module, *names: str) -> int:
@@ -221,10 +221,9 @@ def test_parameter_counts(n_inp, n_out, d_inp, d_out):
     assert count(fixed, "beta_use", "beta_ign") == 2 * n_inp * n_out
     assert count(variable, "W_use", "B_use", "W_ign", "B_ign") == 2 * (d_inp + 1) * n_out
     F_and_G = (2 * d_inp + d_inp + d_out) * n_out + 2 * d_inp * d_out
-    assert sum(p.numel() for p in fixed.parameters()) == F_and_G + n_inp * (d_inp + 1) + 4 * n_inp * n_out
-    assert (
-        sum(p.numel() for p in variable.parameters()) == F_and_G + (d_inp + 1) * (1 + 2 * n_out) + 2 * n_out
-    )
+    rest_fixed, rest_variable = n_inp * (d_inp + 1 + 4 * n_out), (d_inp + 1) * (1 + 2 * n_out) + 2 * n_out
+    assert sum(p.numel() for p in fixed.parameters()) == F_and_G + rest_fixed
+    assert sum(p.numel() for p in variable.parameters()) == F_and_G + rest_variable
 
 
 def test_never_gated():
@@ -268,7 +267,7 @@ def test_fixed_point():
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_attention_is_a_special_case(masked):
-    """Section 3.3, (a) to (e): no cost to ignore, unit benefit, no gates, one sequence of votes, over inputs."""
+    """Section 3.3, (a) to (e): no cost to ignore, unit benefit, no gates, one sequence of votes."""
     queries = torch.randn(2, N_OUT, D_INP, dtype=torch.float64)
     x_inp = inputs()
     values = nn.Linear(D_INP, D_INP, dtype=torch.float64)
