@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vecroute.layers.common import ANY_LENGTH
 from vecroute.ops.checks import check_choice, check_float_tensor, check_masks, check_size
-from vecroute.ops.common import compute_dtype, log_f, masked_softmax, used_pairs
+from vecroute.ops.common import compute_dtype, log_f, masked_softmax, used_pairs, without_autocast
 
 
 class MatrixIteration(NamedTuple):
@@ -118,7 +118,7 @@ class MatrixRouting(nn.Module):
             use = use.expand(*a_inp.shape, self.n_out)  # [..., i, j]
 
         V = mu_inp[..., None, :, :] @ self.W  # [..., i, j, c, h]
-        with torch.autocast(V.device.type, enabled=False):
+        with without_autocast(V):
             dtype = compute_dtype(V.dtype)
             V = V.to(dtype) + self.B  # [..., i, j, c, h]
             f_a_inp = torch.sigmoid(a_inp.to(dtype))[..., None]  # [..., i, 1]

@@ -1,5 +1,6 @@
 """What every implementation of the routing loop shares: its parameters, its masks, its arithmetic."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -68,9 +69,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def product_dtype(x_inp: Tensor) -> torch.dtype:
     """The dtype to which the operands of products are rounded: autocast's, else that of x_inp."""
     device = x_inp.device.type
-    if torch.is_autocast_enabled(device) and x_inp.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return x_inp.dtype
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast and x_inp.dtype != torch.float64 else x_inp.dtype
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """A context in which autocast rounds nothing; a device that has none, as meta, needs none."""
+    device = x.device.type
+    available = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if available else nullcontext()
 
 
 def used_pairs(input_mask: Tensor | None, pair_mask: Tensor | None) -> Tensor | None:

@@ -12,6 +12,7 @@ from vecroute.ops.common import (
     normalize,
     product_dtype,
     used_pairs,
+    without_autocast,
 )
 
 
@@ -41,7 +42,7 @@ def route_reference(
         return torch.einsum(equation, *(round_to(t, rounded) for t in operands))
 
     f, N = torch.sigmoid, normalize
-    with torch.autocast(x_inp.device.type, enabled=False):
+    with without_autocast(x_inp):
         x_inp = x_inp.to(dtype)  # [..., i, d]
         w = weights.to(dtype)
         n_inp, n_out = x_inp.shape[-2], w.W_F1.shape[0]
