@@ -1,6 +1,8 @@
 """Route sequences of vectors and know the credit of every input for every output."""
 
 from vecroute import networks
+from vecroute.compose import Concat, PerVector, Residual, Sequential, Sum
+from vecroute.credit import Credit
 from vecroute.layers import (
     GeneralRouting,
     MatrixRouting,
@@ -12,9 +14,15 @@ from vecroute.layers import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Concat",
+    "Credit",
     "GeneralRouting",
     "MatrixRouting",
+    "PerVector",
+    "Residual",
     "Routed",
+    "Sequential",
+    "Sum",
     "VectorRouting",
     "load_reference_state_dict",
     "networks",

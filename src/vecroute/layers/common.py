@@ -1,7 +1,7 @@
 """What the layers share."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ class Routed(NamedTuple):
     """Output vectors and the credit of every input for every output."""
 
     x_out: Tensor  # [..., j, h]
-    phi: Tensor  # [..., i, j]
+    phi: Any  # [..., i, j]: a Tensor if one layer routed, a Credit if a network did
 
 
 def reset_betas(layer: nn.Module, d_inp: int) -> None:

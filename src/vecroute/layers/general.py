@@ -29,6 +29,8 @@ class GeneralRouting(nn.Module):
         compete_over: "outputs" (the paper's softmax over j) or "inputs" (over i, as in attention).
         beta_use, beta_ign: None for learned ones, a number for a constant, or a function of x_inp that
             gives [..., i, j].
+        independent_votes: whether F computes the votes of each input from that input alone, without which
+            credit cannot pass through a network; None to have it probed there.
 
     A and F whose signature has ``input_mask`` are given it (those of ``vecroute.networks`` that scale by
     sqrt(n_inp) do). Unused inputs reach the networks as zeros.
@@ -51,6 +53,7 @@ class GeneralRouting(nn.Module):
         compete_over: str = "outputs",
         beta_use: float | Callable[[Tensor], Tensor] | None = None,
         beta_ign: float | Callable[[Tensor], Tensor] | None = None,
+        independent_votes: bool | None = None,
         device=None,
         dtype=None,
     ):
@@ -65,6 +68,7 @@ class GeneralRouting(nn.Module):
         self.A, self.F, self.G, self.S = A, F, G, S
         self.n_inp, self.n_out, self.d_inp = n_inp, n_out, d_inp
         self.n_iters, self.compete_over = n_iters, compete_over
+        self.independent_votes, self.probed = independent_votes, set[tuple]()
         for name, beta in (("use", beta_use), ("ign", beta_ign)):
             self._set_beta(name, beta, {"device": device, "dtype": dtype})
         self.reset_parameters()

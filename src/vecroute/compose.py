@@ -1,0 +1,389 @@
+"""Networks of routings: modules that nest, with the same ``forward`` and ``route`` as a layer (Appendix A)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vecroute.credit import Credit
+from vecroute.factors import Block, Blocks, Diagonal, Factor, Matrix, Product
+from vecroute.layers import GeneralRouting, Routed, VectorRouting
+from vecroute.ops.checks import check_mask
+from vecroute.probe import check_independent
+
+
+class Masks(NamedTuple):
+    """What is known of the vectors at one place of a network; a tuple of these where a tuple comes in."""
+
+    n: int | None  # how many they are, None after a module that does not say
+    input_mask: Tensor | None = None  # [..., i], None: every vector is used
+    pair_mask: Tensor | None = None  # [..., i, j] for the first routing, None: every pair takes part
+    # 1 for each input of the network, until the first routing: the factor of the bias of its votes.
+    unit: Tensor | None = None  # [..., i]
+
+
+# How a network runs one of its parts: (part, x_inp, masks) -> (x_out, factor of the credit or None).
+Visit = Callable[[nn.Module, Any, Any], tuple[Any, Factor | None]]
+
+
+class Network(nn.Module):
+    """What the compositions share: ``forward`` and ``route`` are two ways to visit the parts."""
+
+    def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
+        """Visit the parts in order and join what comes out."""
+        raise NotImplementedError
+
+    def after(self, masks: Any) -> Masks:
+        """What is known of the vectors that come out, given the same of those that go in."""
+        raise NotImplementedError
+
+    def forward(self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None) -> Tensor:
+        return self.run(x_inp, masks_of(x_inp, input_mask, pair_mask), _forward)[0]
+
+    def route(self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None) -> Routed:
+        """Like ``forward``, and the end-to-end ``Credit`` [..., i, j] of every input for every output.
+
+        Raises:
+            TypeError: a part is neither a routing nor a composition.
+            ValueError: a part mixes vectors by other means than a routing.
+        """
+        check_network(self)
+        masks = masks_of(x_inp, input_mask, pair_mask)
+        if self.after(masks).pair_mask is not None:
+            raise ValueError(
+                f"pair_mask needs a routing that sees the inputs, {type(self).__name__} has none"
+            )
+        x_out, factor = self.run(x_inp, masks, _route)
+        assert factor is not None  # every visit of a route gives one
+        return Routed(x_out, Credit(factor, _joined_input_mask(masks)))
+
+
+class PerVector(Network):
+    """A module that treats each vector alone: LayerNorm, Linear, an MLP, dropout, positional embeddings.
+
+    Its credit is the identity. ``route`` checks that vectors stay apart: NaN in one input vector must not
+    reach another output vector.
+
+    Args:
+        module: [..., i, d] -> [..., i, h]. Unused inputs reach it as zeros.
+    """
+
+    def __init__(self, module: Callable[[Tensor], Tensor]):
+        super().__init__()
+        if not callable(module):
+            raise TypeError(f"module must be a module or function, got {type(module).__name__}")
+        self.module = module
+        self.probed: set = set()
+
+    def forward(self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None) -> Tensor:
+        name = f"PerVector({module_name(self.module)})"
+        if not isinstance(x_inp, Tensor):
+            raise TypeError(f"{name} takes one tensor x_inp [..., n_inp, d_inp], got {type(x_inp).__name__}")
+        input_mask = check_mask("input_mask", input_mask, x_inp, sizes={"n_inp": x_inp.shape[-2]})
+        x_out = self.module(used(x_inp, input_mask))  # [..., i, h]
+        if not isinstance(x_out, Tensor) or x_out.shape[:-1] != x_inp.shape[:-1]:
+            came = list(x_out.shape) if isinstance(x_out, Tensor) else type(x_out).__name__
+            raise ValueError(
+                f"{name} must return {[*x_inp.shape[:-1], 'd_out']}, one vector each, got {came}"
+            )
+        return x_out
+
+    def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
+        x_out = self(x, masks.input_mask)  # [..., i, h]
+        check_independent(f"PerVector({module_name(self.module)})", self.module, x, self.probed)
+        return x_out, _identity(x, masks.input_mask)
+
+    def after(self, masks: Any) -> Masks:
+        return masks
+
+
+class Sequential(Network, nn.Sequential):
+    """Parts one after the other: phi = phi_1 @ phi_2 @ ... (Appendix A, "In Sequential Routings").
+
+    Masks go to every part up to the first routing; after it there is nothing to mask.
+    """
+
+    def __init__(self, *modules: Any):
+        nn.Sequential.__init__(self, *modules)
+        if not len(self):
+            raise ValueError("Sequential needs at least one module, got none")
+
+    def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
+        factors = []
+        for module in self:
+            x, factor = visit(module, x, masks)  # [..., j, h]
+            masks = after(module, masks)
+            factors.append(factor)
+        # Where there is a routing, what passes each vector on by itself adds nothing.
+        mixing = [factor for factor in factors if factor is not None and not isinstance(factor, Diagonal)]
+        return x, Product(mixing) if len(mixing) > 1 else [*mixing, factors[0]][0]
+
+    def after(self, masks: Any) -> Masks:
+        for module in self:
+            masks = after(module, masks)
+        return masks
+
+
+class Residual(Network):
+    """x + routing(x): phi = I + phi_routing (Appendix A, "In Residual Routings"), 0 for unused inputs.
+
+    Args:
+        routing: a module whose outputs have the number and size of its inputs.
+    """
+
+    def __init__(self, routing: nn.Module):
+        super().__init__()
+        _check_modules("Residual", [routing])
+        self.routing = routing
+
+    def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"Residual takes one tensor x_inp [..., n_inp, d_inp], got {type(x).__name__}")
+        x_res, factor = visit(self.routing, x, masks)  # [..., i, d]
+        if x_res.shape != x.shape:
+            raise ValueError(
+                f"Residual({module_name(self.routing)}) must keep the shape {list(x.shape)}, got {list(x_res.shape)}"
+            )
+        x_out = used(x, masks.input_mask) + x_res  # [..., i, d]
+        if factor is None:
+            return x_out, None
+        return x_out, _joined([_identity(x, masks.input_mask), factor], stack=False, beside=False)
+
+    def after(self, masks: Any) -> Masks:
+        return after(self.routing, masks)
+
+
+class Sum(Network):
+    """The sum of what the branches give.
+
+    Given a tuple, each branch has its own input, and credits stack over i (Appendix A, "In Sums of
+    Routings"); masks are tuples too, or None. Given one tensor, every branch sees it, and credits add.
+
+    Args:
+        branches: modules whose outputs have the same number and size.
+    """
+
+    def __init__(self, *branches: nn.Module):
+        super().__init__()
+        _check_modules("Sum", branches)
+        self.branches = nn.ModuleList(branches)
+
+    def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
+        xs, factors = _run_branches(self, x, masks, visit)
+        if len({tuple(x_out.shape) for x_out in xs}) > 1:
+            raise ValueError(f"branches of Sum must give one shape, got {_shapes(xs)}")
+        masks_out = [after(b, m) for b, m in zip(self.branches, _split(self, masks), strict=True)]
+        x_out = sum(used(x_out, m.input_mask) for x_out, m in zip(xs, masks_out, strict=True))  # [..., j, h]
+        return x_out, _joined(factors, stack=isinstance(x, tuple), beside=False)
+
+    def after(self, masks: Any) -> Masks:
+        parts = [after(b, m) for b, m in zip(self.branches, _split(self, masks), strict=True)]
+        input_mask, pair_mask, unit = None, None, None
+        if (input_masks := _all_or_none([m.input_mask for m in parts])) is not None:
+            input_mask = torch.stack(torch.broadcast_tensors(*input_masks)).any(0)  # [..., j]
+        if (pair_masks := _all_or_none([m.pair_mask for m in parts])) is not None:
+            pair_mask = pair_masks[0]  # [..., j, j']
+            if any(mask is not pair_mask for mask in pair_masks):
+                raise ValueError("pair_mask: branches of Sum that do not route cannot have one each")
+        if (units := _all_or_none([m.unit for m in parts])) is not None:
+            unit = torch.stack(torch.broadcast_tensors(*units)).mean(0)  # [..., j]
+        return Masks(parts[0].n, input_mask, pair_mask, unit)
+
+
+class Concat(Network):
+    """The outputs of the branches one after the other, over j.
+
+    Given a tuple, each branch has its own input, and the credit is block-diagonal (Appendix A, "In
+    Concatenations of Routings"); masks are tuples too, or None. Given one tensor, every branch sees it, and
+    credits stand side by side over j.
+
+    Args:
+        branches: modules whose outputs have the same size.
+    """
+
+    def __init__(self, *branches: nn.Module):
+        super().__init__()
+        _check_modules("Concat", branches)
+        self.branches = nn.ModuleList(branches)
+
+    def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
+        xs, factors = _run_branches(self, x, masks, visit)
+        if len({(*x_out.shape[:-2], x_out.shape[-1]) for x_out in xs}) > 1:
+            raise ValueError(f"branches of Concat must give vectors of one size, got {_shapes(xs)}")
+        return torch.cat(xs, -2), _joined(factors, stack=isinstance(x, tuple), beside=True)
+
+    def after(self, masks: Any) -> Masks:
+        parts = [after(b, m) for b, m in zip(self.branches, _split(self, masks), strict=True)]
+        lengths = [m.n for m in parts]
+        n = None if None in lengths else sum(lengths)  # type: ignore[arg-type]
+        input_mask = _cat([m.input_mask for m in parts], lengths, -1)  # [..., j]
+        pair_mask = _cat([m.pair_mask for m in parts], lengths, -2)  # [..., j, j']
+        unit = _cat([m.unit for m in parts], lengths, -1)  # [..., j]
+        return Masks(n, input_mask, pair_mask, unit)
+
+
+def after(module: nn.Module, masks: Any) -> Masks:
+    """What is known of the vectors that come out of a part; nothing is masked after a routing."""
+    return module.after(masks) if isinstance(module, Network) else Masks(getattr(module, "n_out", None))
+
+
+def used(x: Tensor, input_mask: Tensor | None) -> Tensor:
+    """x [..., i, d] with zeros in place of unused vectors."""
+    return x if input_mask is None else x.where(input_mask[..., None], 0.0)  # [..., i, d]
+
+
+def masks_of(x: Any, input_mask: Any, pair_mask: Any) -> Any:
+    """Masks as they come from the user, one ``Masks`` per tensor in x."""
+    if not isinstance(x, tuple):
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            came = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"x_inp must be a tensor [..., n_inp, d_inp] or a tuple of them, got {came}")
+        n_inp = x.shape[-2]
+        input_mask = check_mask("input_mask", input_mask, x, sizes={"n_inp": n_inp})
+        return Masks(n_inp, input_mask, pair_mask)
+    each = []
+    for name, mask in (("input_mask", input_mask), ("pair_mask", pair_mask)):
+        if mask is not None and (not isinstance(mask, tuple) or len(mask) != len(x)):
+            came = f"{len(mask)} of them" if isinstance(mask, tuple) else type(mask).__name__
+            raise ValueError(f"{name} must be None or a tuple of {len(x)}, one per input, got {came}")
+        each.append(mask or (None,) * len(x))
+    return tuple(masks_of(*parts) for parts in zip(x, *each, strict=True))
+
+
+def check_network(network: nn.Module, name: str = "network") -> None:
+    """Raise unless the network is made of routings and compositions alone, naming the part that is not."""
+    if isinstance(network, PerVector | VectorRouting | GeneralRouting):
+        return
+    if not isinstance(network, Network):
+        raise TypeError(
+            f"{name} is a {type(network).__name__}, which may mix vectors, so credit cannot pass through it: wrap "
+            f"it in vecroute.PerVector if it treats each vector alone, or build {name} of routings with "
+            "vecroute.Sequential, Residual, Sum and Concat"
+        )
+    parts = network.branches if isinstance(network, Sum | Concat) else network
+    for key, part in parts.named_children():
+        check_network(part, f"{name}.{key}")
+
+
+def module_name(module: object) -> str:
+    """How errors call a module or function."""
+    return getattr(module, "__name__", type(module).__name__)
+
+
+def _forward(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, None]:
+    if isinstance(module, Network):
+        return module(x, *_unjoined(masks)), None
+    if isinstance(module, VectorRouting | GeneralRouting):
+        return module(x, masks.input_mask, masks.pair_mask), None
+    if masks.input_mask is not None or masks.pair_mask is not None:
+        raise ValueError(
+            f"masks cannot pass through {type(module).__name__}: wrap it in vecroute.PerVector if it treats each "
+            "vector alone"
+        )
+    return module(x), None
+
+
+def _route(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, Factor]:
+    if isinstance(module, Network):
+        x_out, factor = module.run(x, masks, _route)
+        assert factor is not None
+        return x_out, factor
+    assert isinstance(module, VectorRouting | GeneralRouting)  # checked by check_network
+    if isinstance(module, GeneralRouting):
+        check_independent_votes(module, x)
+    x_out, phi = module.route(x, masks.input_mask, masks.pair_mask)
+    return x_out, Matrix(phi)
+
+
+def check_independent_votes(layer: GeneralRouting, x: Tensor) -> None:
+    """Raise if the votes of one input of a GeneralRouting depend on other inputs, as declared or as probed."""
+    name = f"F ({module_name(layer.F)}) of GeneralRouting"
+    if layer.independent_votes is None:
+        check_independent(name, layer.F, x, layer.probed)
+    elif not layer.independent_votes:
+        raise ValueError(f"{name} mixes inputs (independent_votes=False), so credit cannot pass through it")
+
+
+def _run_branches(network: Sum | Concat, x: Any, masks: Any, visit: Visit):
+    """Outputs and factors of the branches, each on its own input, or all on the one there is."""
+    visits = zip(network.branches, _split(network, x), _split(network, masks), strict=True)
+    results = [visit(*arguments) for arguments in visits]
+    return [x_out for x_out, _ in results], [factor for _, factor in results]
+
+
+def _split(network: Sum | Concat, given: Any) -> Sequence[Any]:
+    """One thing per branch: the tuple itself, or the same thing for every branch."""
+    if isinstance(given, Masks) or not isinstance(given, tuple):
+        return [given] * len(network.branches)
+    if len(given) != len(network.branches):
+        kind, n = type(network).__name__, len(network.branches)
+        raise ValueError(
+            f"x_inp must be one tensor or a tuple of {n}, one per branch of {kind}, got {len(given)}"
+        )
+    return given
+
+
+def _unjoined(masks: Any) -> tuple[Any, Any]:
+    """input_mask and pair_mask, as ``forward`` takes them."""
+    if isinstance(masks, Masks):
+        return masks.input_mask, masks.pair_mask
+    pairs = [_unjoined(m) for m in masks]
+    return tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+
+
+def _joined_input_mask(masks: Any) -> Tensor | None:
+    """The input_mask [..., i] of all inputs, those of a tuple one after the other."""
+    leaves = _leaves(masks)
+    return _cat([m.input_mask for m in leaves], [m.n for m in leaves], -1)
+
+
+def _leaves(masks: Any) -> list[Masks]:
+    return [masks] if isinstance(masks, Masks) else [leaf for m in masks for leaf in _leaves(m)]
+
+
+def _identity(x: Tensor, input_mask: Tensor | None) -> Factor:
+    ones = x.new_ones(()).expand(x.shape[:-1])  # [..., i]
+    return Diagonal(ones if input_mask is None else ones * input_mask)
+
+
+def _joined(factors: Sequence[Factor | None], *, stack: bool, beside: bool) -> Factor | None:
+    """Factors one above the other (stack), side by side (beside), on the diagonal (both) or added (neither)."""
+    blocks, i, j = [], 0, 0
+    for factor in factors:
+        if factor is None:
+            return None
+        blocks.append(Block(factor, i, j))
+        n_inp, n_out = factor.shape[-2:]
+        i, j = i + n_inp * stack, j + n_out * beside
+    return Blocks(blocks, i or n_inp, j or n_out)
+
+
+def _cat(masks: Sequence[Tensor | None], lengths: Sequence[int | None], dim: int) -> Tensor | None:
+    """Masks one after the other, ones in place of None; None if all are."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    rest = given[0].shape[dim + 1 :] if dim < -1 else ()
+    full = [
+        given[0].new_ones(n, *rest) if mask is None else mask for mask, n in zip(masks, lengths, strict=True)
+    ]
+    batch = torch.broadcast_shapes(*(mask.shape[:dim] for mask in full))
+    return torch.cat([mask.expand(*batch, *mask.shape[dim:]) for mask in full], dim)
+
+
+def _all_or_none(given: Sequence[Tensor | None]) -> list[Tensor] | None:
+    present = [t for t in given if t is not None]
+    return present if len(present) == len(given) else None
+
+
+def _check_modules(name: str, modules: Sequence[object]) -> None:
+    if not modules:
+        raise ValueError(f"{name} needs at least one module, got none")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{name} takes modules, got {type(module).__name__}")
+
+
+def _shapes(xs: Sequence[Tensor]) -> str:
+    return ", ".join(str(list(x.shape)) for x in xs)

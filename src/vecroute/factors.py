@@ -1,0 +1,199 @@
+"""What a ``Credit`` is made of: linear maps [..., i, j] that multiply without being written out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Factor(ABC):
+    """A linear map of shape [..., i, j]."""
+
+    shape: tuple[int, ...]  # [..., i, j]
+
+    @abstractmethod
+    def right(self, v: Tensor) -> Tensor:
+        """This map times v: [..., j, k] -> [..., i, k]."""
+
+    @abstractmethod
+    def left(self, u: Tensor) -> Tensor:
+        """u times this map: [..., k, i] -> [..., k, j]."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Every element, [..., i, j]."""
+
+    @abstractmethod
+    def group(self, index: Tensor, n: int) -> "Factor":
+        """Rows summed by group: [..., i, j] -> [..., n, j]; index [..., i] is at least 0, and n means none."""
+
+    @abstractmethod
+    def map(self, f: Callable[[Tensor, int], Tensor]) -> "Factor":
+        """Replace each tensor t by f(t, k), where k is the number of its last dimensions that are not batch."""
+
+
+class Matrix(Factor):
+    """A matrix as it is, such as the phi [..., i, j] of one routing."""
+
+    def __init__(self, phi: Tensor):
+        self.phi, self.shape = phi, tuple(phi.shape)
+
+    def right(self, v: Tensor) -> Tensor:
+        return self.phi @ v  # [..., i, k]
+
+    def left(self, u: Tensor) -> Tensor:
+        return u @ self.phi  # [..., k, j]
+
+    def dense(self) -> Tensor:
+        return self.phi
+
+    def group(self, index: Tensor, n: int) -> Factor:
+        batch = torch.broadcast_shapes(self.shape[:-2], index.shape[:-1])
+        phi = self.phi.expand(*batch, *self.shape[-2:])  # [..., i, j]
+        sums = phi.new_zeros(*batch, n + 1, self.shape[-1])  # [..., n + 1, j]
+        sums = sums.scatter_add(-2, index[..., None].expand(phi.shape), phi)  # [..., n + 1, j]
+        return Matrix(sums[..., :n, :])
+
+    def map(self, f: Callable[[Tensor, int], Tensor]) -> Factor:
+        return Matrix(f(self.phi, 2))
+
+
+class Diagonal(Factor):
+    """A diagonal matrix, given by its diagonal [..., i]: ones for vectors that pass on by themselves."""
+
+    def __init__(self, diagonal: Tensor):
+        self.diagonal, self.shape = diagonal, (*diagonal.shape, diagonal.shape[-1])
+
+    def right(self, v: Tensor) -> Tensor:
+        return self.diagonal[..., :, None] * v  # [..., i, k]
+
+    def left(self, u: Tensor) -> Tensor:
+        return u * self.diagonal[..., None, :]  # [..., k, i]
+
+    def dense(self) -> Tensor:
+        return torch.diag_embed(self.diagonal)  # [..., i, i]
+
+    def group(self, index: Tensor, n: int) -> Factor:
+        batch = torch.broadcast_shapes(self.shape[:-2], index.shape[:-1])
+        row = (*batch, 1, self.shape[-1])
+        diagonal = self.diagonal[..., None, :].expand(row)  # [..., 1, i]
+        sums = diagonal.new_zeros(*batch, n + 1, self.shape[-1])  # [..., n + 1, i]
+        sums = sums.scatter(-2, index[..., None, :].expand(row), diagonal)  # [..., n + 1, i]
+        return Matrix(sums[..., :n, :])
+
+    def map(self, f: Callable[[Tensor, int], Tensor]) -> Factor:
+        return Diagonal(f(self.diagonal, 1))
+
+
+class Product(Factor):
+    """A product of factors, multiplied in the cheapest order when asked."""
+
+    def __init__(self, factors: Sequence[Factor]):
+        self.factors = [g for f in factors for g in (f.factors if isinstance(f, Product) else [f])]
+        self.shape = _shape(self.factors, self.factors[0].shape[-2], self.factors[-1].shape[-1])
+
+    def right(self, v: Tensor) -> Tensor:
+        return multiply([*self.factors, v])  # [..., i, k]
+
+    def left(self, u: Tensor) -> Tensor:
+        return multiply([u, *self.factors])  # [..., k, j]
+
+    def dense(self) -> Tensor:
+        return multiply(self.factors)  # [..., i, j]
+
+    def group(self, index: Tensor, n: int) -> Factor:
+        return Product([self.factors[0].group(index, n), *self.factors[1:]])
+
+    def map(self, f: Callable[[Tensor, int], Tensor]) -> Factor:
+        return Product([factor.map(f) for factor in self.factors])
+
+
+class Block(NamedTuple):
+    """A factor and the row and column at which it stands in a larger map."""
+
+    factor: Factor
+    i: int
+    j: int
+
+
+class Blocks(Factor):
+    """A sum of blocks: side by side, one above the other, on the diagonal, or one upon the other."""
+
+    def __init__(self, blocks: Sequence[Block], n_inp: int, n_out: int):
+        self.blocks, self.shape = list(blocks), _shape([b.factor for b in blocks], n_inp, n_out)
+
+    def right(self, v: Tensor) -> Tensor:
+        parts = [
+            (b.i, 0, b.factor.right(v[..., b.j : b.j + b.factor.shape[-1], :]))  # [..., part of i, k]
+            for b in self.blocks
+        ]
+        return _place(parts, self.shape[-2], v.shape[-1])  # [..., i, k]
+
+    def left(self, u: Tensor) -> Tensor:
+        parts = [
+            (0, b.j, b.factor.left(u[..., b.i : b.i + b.factor.shape[-2]]))  # [..., k, part of j]
+            for b in self.blocks
+        ]
+        return _place(parts, u.shape[-2], self.shape[-1])  # [..., k, j]
+
+    def dense(self) -> Tensor:
+        return _place([(b.i, b.j, b.factor.dense()) for b in self.blocks], *self.shape[-2:])  # [..., i, j]
+
+    def group(self, index: Tensor, n: int) -> Factor:
+        groups = [
+            Block(b.factor.group(index[..., b.i : b.i + b.factor.shape[-2]], n), 0, b.j) for b in self.blocks
+        ]
+        return Blocks(groups, n, self.shape[-1])
+
+    def map(self, f: Callable[[Tensor, int], Tensor]) -> Factor:
+        return Blocks([Block(b.factor.map(f), b.i, b.j) for b in self.blocks], *self.shape[-2:])
+
+
+def multiply(chain: Sequence[Factor | Tensor]) -> Tensor:
+    """The product of a chain of matrices, associated so that it takes the fewest multiplications.
+
+    Only dense products of two or more neighbours are ever stored, none larger than the cheapest order needs.
+    """
+    parts = [part.phi if isinstance(part, Matrix) else part for part in chain]
+    sizes = [part.shape[-2] for part in parts] + [parts[-1].shape[-1]]
+
+    @cache
+    def cheapest(a: int, b: int) -> tuple[int, int]:
+        """Multiplications for parts a to b, and the part after which to split them."""
+        if a == b:
+            return 0, a
+        return min(
+            (cheapest(a, c)[0] + cheapest(c + 1, b)[0] + sizes[a] * sizes[c + 1] * sizes[b + 1], c)
+            for c in range(a, b)
+        )
+
+    def product(a: int, b: int) -> Factor | Tensor:
+        if a == b:
+            return parts[a]
+        split = cheapest(a, b)[1]
+        return _times(product(a, split), product(split + 1, b))
+
+    whole = product(0, len(parts) - 1)
+    return whole if isinstance(whole, Tensor) else whole.dense()
+
+
+def _times(a: Factor | Tensor, b: Factor | Tensor) -> Tensor:
+    if isinstance(b, Tensor):
+        return a @ b if isinstance(a, Tensor) else a.right(b)
+    return b.left(a) if isinstance(a, Tensor) else a.right(b.dense())
+
+
+def _place(parts: list[tuple[int, int, Tensor]], n: int, k: int) -> Tensor:
+    """Zeros [..., n, k] with each tensor added at its row and column."""
+    batch = torch.broadcast_shapes(*(t.shape[:-2] for _, _, t in parts))
+    whole = parts[0][2].new_zeros(*batch, n, k)  # [..., n, k]
+    for i, j, t in parts:
+        whole[..., i : i + t.shape[-2], j : j + t.shape[-1]] += t
+    return whole
+
+
+def _shape(factors: Sequence[Factor], n_inp: int, n_out: int) -> tuple[int, ...]:
+    return (*torch.broadcast_shapes(*(factor.shape[:-2] for factor in factors)), n_inp, n_out)
