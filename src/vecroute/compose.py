@@ -1,6 +1,7 @@
-"""Networks of routings: modules that nest, with the same ``forward`` and ``route`` as a layer (Appendix A)."""
+"""Networks of routings (Appendix A): modules that nest, with the ``forward`` and ``route`` of a layer."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -83,10 +84,9 @@ class PerVector(Network):
         input_mask = check_mask("input_mask", input_mask, x_inp, sizes={"n_inp": x_inp.shape[-2]})
         x_out = self.module(used(x_inp, input_mask))  # [..., i, h]
         if not isinstance(x_out, Tensor) or x_out.shape[:-1] != x_inp.shape[:-1]:
+            expected = [*x_inp.shape[:-1], "d_out"]
             came = list(x_out.shape) if isinstance(x_out, Tensor) else type(x_out).__name__
-            raise ValueError(
-                f"{name} must return {[*x_inp.shape[:-1], 'd_out']}, one vector each, got {came}"
-            )
+            raise ValueError(f"{name} must return one vector for each, {expected}, got {came}")
         return x_out
 
     def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
@@ -142,9 +142,8 @@ class Residual(Network):
             raise TypeError(f"Residual takes one tensor x_inp [..., n_inp, d_inp], got {type(x).__name__}")
         x_res, factor = visit(self.routing, x, masks)  # [..., i, d]
         if x_res.shape != x.shape:
-            raise ValueError(
-                f"Residual({module_name(self.routing)}) must keep the shape {list(x.shape)}, got {list(x_res.shape)}"
-            )
+            name = f"Residual({module_name(self.routing)})"
+            raise ValueError(f"{name} must keep the shape {list(x.shape)}, got {list(x_res.shape)}")
         x_out = used(x, masks.input_mask) + x_res  # [..., i, d]
         if factor is None:
             return x_out, None
@@ -174,8 +173,10 @@ class Sum(Network):
         if len({tuple(x_out.shape) for x_out in xs}) > 1:
             raise ValueError(f"branches of Sum must give one shape, got {_shapes(xs)}")
         masks_out = [after(b, m) for b, m in zip(self.branches, _split(self, masks), strict=True)]
-        x_out = sum(used(x_out, m.input_mask) for x_out, m in zip(xs, masks_out, strict=True))  # [..., j, h]
-        return x_out, _joined(factors, stack=isinstance(x, tuple), beside=False)
+        terms = [
+            used(x_out, m.input_mask) for x_out, m in zip(xs, masks_out, strict=True)
+        ]  # each [..., j, h]
+        return reduce(torch.add, terms), _joined(factors, stack=isinstance(x, tuple), beside=False)
 
     def after(self, masks: Any) -> Masks:
         parts = [after(b, m) for b, m in zip(self.branches, _split(self, masks), strict=True)]
@@ -257,8 +258,8 @@ def check_network(network: nn.Module, name: str = "network") -> None:
         return
     if not isinstance(network, Network):
         raise TypeError(
-            f"{name} is a {type(network).__name__}, which may mix vectors, so credit cannot pass through it: wrap "
-            f"it in vecroute.PerVector if it treats each vector alone, or build {name} of routings with "
+            f"{name} is a {type(network).__name__}, which may mix vectors, so credit cannot pass through it: "
+            f"wrap it in vecroute.PerVector if it treats each vector alone, or build {name} of routings with "
             "vecroute.Sequential, Residual, Sum and Concat"
         )
     parts = network.branches if isinstance(network, Sum | Concat) else network
@@ -278,8 +279,8 @@ def _forward(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, None]:
         return module(x, masks.input_mask, masks.pair_mask), None
     if masks.input_mask is not None or masks.pair_mask is not None:
         raise ValueError(
-            f"masks cannot pass through {type(module).__name__}: wrap it in vecroute.PerVector if it treats each "
-            "vector alone"
+            f"masks cannot pass through {type(module).__name__}: wrap it in vecroute.PerVector if it treats "
+            "each vector alone"
         )
     return module(x), None
 
@@ -297,7 +298,7 @@ def _route(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, Factor]:
 
 
 def check_independent_votes(layer: GeneralRouting, x: Tensor) -> None:
-    """Raise if the votes of one input of a GeneralRouting depend on other inputs, as declared or as probed."""
+    """Raise if votes of one input of a GeneralRouting depend on other inputs, as declared or as probed."""
     name = f"F ({module_name(layer.F)}) of GeneralRouting"
     if layer.independent_votes is None:
         check_independent(name, layer.F, x, layer.probed)
@@ -348,7 +349,7 @@ def _identity(x: Tensor, input_mask: Tensor | None) -> Factor:
 
 
 def _joined(factors: Sequence[Factor | None], *, stack: bool, beside: bool) -> Factor | None:
-    """Factors one above the other (stack), side by side (beside), on the diagonal (both) or added (neither)."""
+    """Factors one above the other (stack), side by side (beside), on the diagonal (both), added (neither)."""
     blocks, i, j = [], 0, 0
     for factor in factors:
         if factor is None:
@@ -366,7 +367,8 @@ def _cat(masks: Sequence[Tensor | None], lengths: Sequence[int | None], dim: int
         return None
     rest = given[0].shape[dim + 1 :] if dim < -1 else ()
     full = [
-        given[0].new_ones(n, *rest) if mask is None else mask for mask, n in zip(masks, lengths, strict=True)
+        given[0].new_ones(n or 0, *rest) if mask is None else mask
+        for mask, n in zip(masks, lengths, strict=True)
     ]
     batch = torch.broadcast_shapes(*(mask.shape[:dim] for mask in full))
     return torch.cat([mask.expand(*batch, *mask.shape[dim:]) for mask in full], dim)

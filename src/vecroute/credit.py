@@ -7,7 +7,7 @@ from vecroute.factors import Factor, Matrix
 
 
 class Credit:
-    """End-to-end credit phi [..., i, j] of a network of routings, kept as factors (Appendix A of the paper)."""
+    """End-to-end credit phi [..., i, j] of a network of routings, kept as factors (Appendix A)."""
 
     def __init__(self, phi: Tensor | Factor, input_mask: Tensor | None = None):
         self.factor = Matrix(phi) if isinstance(phi, Tensor) else phi

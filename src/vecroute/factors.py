@@ -28,11 +28,11 @@ class Factor(ABC):
 
     @abstractmethod
     def group(self, index: Tensor, n: int) -> "Factor":
-        """Rows summed by group: [..., i, j] -> [..., n, j]; index [..., i] is at least 0, and n means none."""
+        """Rows summed by group: [..., i, j] -> [..., n, j]; index [..., i] from 0, n for no group."""
 
     @abstractmethod
     def map(self, f: Callable[[Tensor, int], Tensor]) -> "Factor":
-        """Replace each tensor t by f(t, k), where k is the number of its last dimensions that are not batch."""
+        """Replace each tensor t by f(t, k); its last k dimensions are not batch."""
 
 
 class Matrix(Factor):
@@ -92,7 +92,9 @@ class Product(Factor):
     """A product of factors, multiplied in the cheapest order when asked."""
 
     def __init__(self, factors: Sequence[Factor]):
-        self.factors = [g for f in factors for g in (f.factors if isinstance(f, Product) else [f])]
+        self.factors: list[Factor] = []
+        for factor in factors:
+            self.factors += factor.factors if isinstance(factor, Product) else [factor]
         self.shape = _shape(self.factors, self.factors[0].shape[-2], self.factors[-1].shape[-1])
 
     def right(self, v: Tensor) -> Tensor:
