@@ -1,26 +1,192 @@
 """Credit: how much each input of a network of routings counted for each output, end to end."""
 
+import operator
+import os
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from vecroute.factors import Factor, Matrix
+from vecroute.factors import Diagonal, Factor, Matrix, Product, pack, unpack
+from vecroute.ops.checks import check_float_tensor, check_size
+from vecroute.storage import load_tensors, require, save_tensors
+
+# How many elements of a credit are written out at a time where all of them are needed but none is kept.
+BUDGET = 2**24
+
+
+class Top(NamedTuple):
+    """The largest credits for one output and the inputs that have them, largest first."""
+
+    values: Tensor  # [..., k]
+    indices: Tensor  # [..., k]
 
 
 class Credit:
-    """End-to-end credit phi [..., i, j] of a network of routings, kept as factors (Appendix A)."""
+    """End-to-end credit phi [..., i, j] of a network of routings, kept as factors (Appendix A).
+
+    Nothing is multiplied before it is asked for, and then in the cheapest order: ``column(j)`` of the credit
+    of a million inputs reads each factor once. The ``route`` of a network gives one; ``Credit(phi)`` wraps
+    the phi of a layer.
+
+    Args:
+        phi: [..., i, j] the credit of one layer, or a factor of credit.
+        input_mask: [..., i] True at the used inputs, None if all are. The others must have credit 0.
+    """
 
     def __init__(self, phi: Tensor | Factor, input_mask: Tensor | None = None):
-        self.factor = Matrix(phi) if isinstance(phi, Tensor) else phi
-        self.input_mask = input_mask
+        if not isinstance(phi, Factor):
+            phi = Matrix(check_float_tensor("phi", phi, "[..., n_inp, n_out]", None))
+        if len(phi.shape) < 2:
+            raise ValueError(f"phi must be [..., n_inp, n_out], got {list(phi.shape)}")
+        self.factor, self.input_mask = phi, input_mask
 
     @property
     def shape(self) -> torch.Size:
         """[..., n_inp, n_out]."""
         return torch.Size(self.factor.shape)
 
+    def __repr__(self) -> str:
+        return f"Credit({list(self.shape)})"
+
     def dense(self) -> Tensor:
         """Every element, [..., i, j]."""
-        return self.factor.dense()
+        return self.factor.dense().expand(self.shape)  # [..., i, j]
 
     def column(self, j: int) -> Tensor:
-        raise NotImplementedError
+        """The credit of every input for output j, [..., i]."""
+        return self._columns(self._output(j), 1)[..., 0]  # [..., i]
+
+    def top(self, k: int, j: int) -> Top:
+        """The k inputs with the largest credit for output j, largest first; unused inputs come last."""
+        check_size("k", k)
+        if k > self.shape[-2]:
+            raise ValueError(f"k must be at most n_inp={self.shape[-2]}, got {k}")
+        column = self.column(j)  # [..., i]
+        ranked = column if self.input_mask is None else column.masked_fill(~self.input_mask, -torch.inf)
+        indices = ranked.topk(k).indices  # [..., k]
+        return Top(column.gather(-1, indices), indices)
+
+    def sum_groups(self, index: Tensor, n: int | None = None) -> "Credit":
+        """Credit summed over groups of inputs: tokens, words, sentences, image regions, depths.
+
+        Args:
+            index: [i] or [..., i] the group of each input, from 0; a negative number leaves the input out.
+            n: number of groups, None for one more than the largest index.
+
+        Returns:
+            Credit [..., n, j], whose inputs are the groups; a group without a used input is not used.
+        """
+        index, n = check_groups(index, n, self.shape[-2])
+        input_mask = None
+        if self.input_mask is not None:
+            counts = Matrix(self.input_mask[..., None].to(index.dtype)).group(index, n).dense()  # [..., n, 1]
+            input_mask = counts[..., 0] > 0  # [..., n]
+        return Credit(self.factor.group(index, n), input_mask)
+
+    def unit_variance(self) -> "Credit":
+        """Credit divided by its standard deviation over the used inputs and all outputs of the same sample.
+
+        The paper scales so, but over the whole batch, which lets one sample's answer depend on the others.
+        A sample whose credit is all the same is left as it is.
+        """
+        n_out, like = self.shape[-1], self.factor.like
+        used = like.new_ones(()).expand(self.shape[:-1])[..., None]  # [..., i, 1]
+        if self.input_mask is not None:
+            used = used * self.input_mask[..., None]  # [..., i, 1]
+        n_pairs = used.sum((-2, -1), keepdim=True).clamp(min=1) * n_out  # [..., 1, 1]
+        total = (self.factor.right(like.new_ones(n_out, 1)) * used).sum((-2, -1), keepdim=True)
+        mean = total / n_pairs  # [..., 1, 1]
+        squares = torch.zeros_like(mean)  # [..., 1, 1]
+        width = max(1, BUDGET // max(1, self.shape[:-1].numel()))
+        for j in range(0, n_out, width):
+            columns = self._columns(j, min(width, n_out - j))  # [..., i, width]
+            squares = squares + ((columns - mean).square() * used).sum((-2, -1), keepdim=True)
+        std = (squares / n_pairs).sqrt()[..., 0]  # [..., 1]
+        scale = torch.where(std > 0, 1 / std, 1.0).expand(*std.shape[:-1], n_out)  # [..., j]
+        return Credit(Product([self.factor, Diagonal(scale)]), self.input_mask)
+
+    def __getitem__(self, index: Any) -> "Credit":
+        """The credit of some samples: ``credit[b]``, ``credit[2:5]``, ``credit[b, c]``."""
+        parts = index if isinstance(index, tuple) else (index,)
+        batch = self.shape[:-2]
+        if len(parts) > len(batch) or any(part is None or part is ... for part in parts):
+            raise IndexError(f"credit {list(self.shape)} has {len(batch)} batch dimensions, got [{index!r}]")
+        mask = self.input_mask
+
+        def pick(tensor: Tensor, k: int) -> Tensor:
+            return tensor.expand(*batch, *tensor.shape[tensor.dim() - k :])[parts]
+
+        return Credit(self.factor.map(pick), None if mask is None else pick(mask, 1))
+
+    def detach(self) -> "Credit":
+        """The same credit without a graph."""
+        return Credit(self.factor.map(lambda tensor, _: tensor.detach()), self.input_mask)
+
+    def cpu(self) -> "Credit":
+        """The same credit in the memory of the CPU."""
+        mask = None if self.input_mask is None else self.input_mask.cpu()
+        return Credit(self.factor.map(lambda tensor, _: tensor.cpu()), mask)
+
+    def to_numpy(self):
+        """Every element as an array [..., i, j]."""
+        return to_numpy(self.dense())
+
+    def to_pandas(self):
+        """Every element as a data frame: a row for each sample and input i, a column for each output j."""
+        pandas = require("pandas", "data")
+        *batch, n_inp, n_out = self.shape
+        names = [*(f"batch_{k}" for k in range(len(batch))), "i"]
+        rows = pandas.MultiIndex.from_product([range(n) for n in (*batch, n_inp)], names=names)
+        columns = pandas.RangeIndex(n_out, name="j")
+        return pandas.DataFrame(self.to_numpy().reshape(-1, n_out), index=rows, columns=columns)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the factors to one safetensors file, whole or not at all; ``Credit.load`` reads it."""
+        tensors: dict[str, Tensor] = {} if self.input_mask is None else {"input_mask": self.input_mask}
+        save_tensors(path, tensors, {"kind": "credit", "factor": pack(self.factor, tensors)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Credit":
+        """Read what ``save`` wrote."""
+        tensors, about = load_tensors(path, "credit")
+        return cls(unpack(about["factor"], tensors), tensors.get("input_mask"))
+
+    def _output(self, j: int) -> int:
+        n_out, column = self.shape[-1], operator.index(j)
+        if not -n_out <= column < n_out:
+            raise ValueError(f"j must be one of 0, ..., n_out - 1 = {n_out - 1}, got {j}")
+        return column % n_out
+
+    def _columns(self, j: int, n: int) -> Tensor:
+        """Columns j to j + n, [..., i, n]."""
+        like = self.factor.like
+        one_hot = torch.zeros(self.shape[-1], n, dtype=like.dtype, device=like.device)  # [j, n]
+        one_hot[j : j + n] = torch.eye(n, dtype=like.dtype, device=like.device)
+        return self.factor.right(one_hot).expand(*self.shape[:-1], n)  # [..., i, n]
+
+
+def check_groups(index: object, n: int | None, n_inp: int) -> tuple[Tensor, int]:
+    """The index of a sum over groups of inputs as int64, negative numbers replaced by n, and n."""
+    expected = f"an integer tensor [..., n_inp={n_inp}]"
+    if not isinstance(index, Tensor):
+        index = torch.as_tensor(index)
+    if index.is_floating_point() or index.dtype == torch.bool or index.is_complex():
+        raise TypeError(f"index must be {expected}, got dtype {index.dtype}")
+    if index.dim() == 0 or index.shape[-1] != n_inp:
+        raise ValueError(f"index must be {expected}, got {list(index.shape)}")
+    largest = int(index.max())
+    if n is None:
+        n = max(largest + 1, 1)
+    check_size("n", n)
+    if largest >= n:
+        raise ValueError(f"index must be less than n={n}, got {largest}")
+    return index.long().where(index >= 0, n), n
+
+
+def to_numpy(tensor: Tensor):
+    """A tensor as an array."""
+    require("numpy", "data")
+    tensor = tensor.detach().cpu()
+    # numpy has no bfloat16.
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

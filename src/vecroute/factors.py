@@ -13,6 +13,7 @@ class Factor(ABC):
     """A linear map of shape [..., i, j]."""
 
     shape: tuple[int, ...]  # [..., i, j]
+    like: Tensor  # one of its tensors, for dtype and device
 
     @abstractmethod
     def right(self, v: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ class Matrix(Factor):
     """A matrix as it is, such as the phi [..., i, j] of one routing."""
 
     def __init__(self, phi: Tensor):
-        self.phi, self.shape = phi, tuple(phi.shape)
+        self.phi, self.shape, self.like = phi, tuple(phi.shape), phi
 
     def right(self, v: Tensor) -> Tensor:
         return self.phi @ v  # [..., i, k]
@@ -65,7 +66,8 @@ class Diagonal(Factor):
     """A diagonal matrix, given by its diagonal [..., i]: ones for vectors that pass on by themselves."""
 
     def __init__(self, diagonal: Tensor):
-        self.diagonal, self.shape = diagonal, (*diagonal.shape, diagonal.shape[-1])
+        self.diagonal, self.like = diagonal, diagonal
+        self.shape = (*diagonal.shape, diagonal.shape[-1])
 
     def right(self, v: Tensor) -> Tensor:
         return self.diagonal[..., :, None] * v  # [..., i, k]
@@ -96,6 +98,7 @@ class Product(Factor):
         for factor in factors:
             self.factors += factor.factors if isinstance(factor, Product) else [factor]
         self.shape = _shape(self.factors, self.factors[0].shape[-2], self.factors[-1].shape[-1])
+        self.like = self.factors[0].like
 
     def right(self, v: Tensor) -> Tensor:
         return multiply([*self.factors, v])  # [..., i, k]
@@ -125,7 +128,8 @@ class Blocks(Factor):
     """A sum of blocks: side by side, one above the other, on the diagonal, or one upon the other."""
 
     def __init__(self, blocks: Sequence[Block], n_inp: int, n_out: int):
-        self.blocks, self.shape = list(blocks), _shape([b.factor for b in blocks], n_inp, n_out)
+        self.blocks, self.like = list(blocks), blocks[0].factor.like
+        self.shape = _shape([b.factor for b in blocks], n_inp, n_out)
 
     def right(self, v: Tensor) -> Tensor:
         parts = [
@@ -180,6 +184,28 @@ def multiply(chain: Sequence[Factor | Tensor]) -> Tensor:
 
     whole = product(0, len(parts) - 1)
     return whole if isinstance(whole, Tensor) else whole.dense()
+
+
+def pack(factor: Factor, tensors: dict[str, Tensor]) -> list:
+    """Describe a factor in JSON types; its tensors are added to ``tensors`` under the names used there."""
+    if isinstance(factor, Product):
+        return ["product", [pack(part, tensors) for part in factor.factors]]
+    if isinstance(factor, Blocks):
+        blocks = [[pack(b.factor, tensors), b.i, b.j] for b in factor.blocks]
+        return ["blocks", blocks, *factor.shape[-2:]]
+    name = f"factor_{len(tensors)}"
+    tensors[name] = factor.like
+    return ["diagonal" if isinstance(factor, Diagonal) else "matrix", name]
+
+
+def unpack(description: list, tensors: dict[str, Tensor]) -> Factor:
+    """The factor that ``pack`` described."""
+    kind, content, *sizes = description
+    if kind == "product":
+        return Product([unpack(part, tensors) for part in content])
+    if kind == "blocks":
+        return Blocks([Block(unpack(part, tensors), i, j) for part, i, j in content], *sizes)
+    return Diagonal(tensors[content]) if kind == "diagonal" else Matrix(tensors[content])
 
 
 def _times(a: Factor | Tensor, b: Factor | Tensor) -> Tensor:
