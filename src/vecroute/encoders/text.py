@@ -1,0 +1,310 @@
+"""Frozen text Transformers: texts in, the hidden states of every token at every depth out."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vecroute.encoders.loading import (
+    default_dtype,
+    load,
+    load_tokenizer,
+    sha256_json,
+    tokenizer_sha256,
+    weights_sha256,
+)
+
+UNLIMITED = 1_000_000  # tokenizers without a limit of their own give a huge number
+
+
+class Tokens(NamedTuple):
+    """Where each routed position of a text comes from."""
+
+    start: list[int]  # first character in the text; 0 for special tokens
+    end: list[int]  # one past the last character; 0 for special tokens
+    special: list[bool]  # put there by the tokenizer, not by the text
+    chunk: list[int]  # which chunk of the text it was encoded in
+
+
+class Tokenized(NamedTuple):
+    """A text ready for the encoder: for every chunk and every position in it, special tokens included."""
+
+    text: str
+    chunks: list[list[int]]  # token ids
+    keep: list[list[bool]]  # True where a position is routed
+    special: list[list[int]]  # 1 at special tokens
+    spans: list[list[tuple[int, int]]]  # first character and one past the last
+
+    @property
+    def n_pos(self) -> int:
+        """How many positions are routed."""
+        return sum(map(sum, self.keep))
+
+    def tokens(self) -> Tokens:
+        """Where each routed position comes from, in order."""
+        rows = [
+            (*((0, 0) if special else strip_span(self.text, *span)), bool(special), chunk)
+            for chunk, columns in enumerate(zip(self.keep, self.special, self.spans, strict=True))
+            for keep, special, span in zip(*columns, strict=True)
+            if keep
+        ]
+        return Tokens(*map(list, zip(*rows, strict=True))) if rows else Tokens([], [], [], [])
+
+
+class Batch(NamedTuple):
+    """Hidden states of some texts, padded to the longest of them."""
+
+    which: list[int]  # which texts these are
+    hidden: Tensor  # [b, n_pos, depth, d_emb]
+    mask: Tensor  # [b, n_pos], False at padding and at positions left out
+
+
+class TextEncoder:
+    """A frozen Hugging Face encoder that gives all its hidden states.
+
+    Texts longer than the encoder's limit are split into chunks, and the hidden states of the chunks are
+    joined at every depth. With a stride, a token seen by several chunks is kept once, from the chunk where it
+    has more context.
+
+    Args:
+        model: "minilm", a name on the Hugging Face hub, a folder, or a loaded model (frozen in place).
+        tokenizer: a loaded tokenizer, None for the one that comes with the model.
+        depths: which hidden states to give, 0 for the embeddings, negative from the end; None for all.
+        max_length: positions per chunk, special tokens included; None for as many as the encoder takes.
+        stride: how many tokens neighbouring chunks share.
+        special_tokens: whether the special tokens of each chunk are routed too, as in the paper.
+        revision: branch, tag or commit on the hub.
+        device: None for the GPU if there is one (for a loaded model: where it is).
+        dtype: None for bfloat16 on GPUs (float16 on those without it) and float32 on the CPU.
+
+    Raises:
+        ValueError, TypeError: an encoder that is not there or incomplete, an argument out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any = "minilm",
+        *,
+        tokenizer: Any = None,
+        depths: Sequence[int] | None = None,
+        max_length: int | None = None,
+        stride: int = 0,
+        special_tokens: bool = True,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.name = str(model)
+        if isinstance(model, nn.Module):
+            self.name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+            self.model: Any = model
+            device, dtype = device or self.model.device, dtype or self.model.dtype
+            tokenizer = tokenizer or load_tokenizer(self.name, revision)
+        else:
+            self.model, tokenizer = load(self.name, revision, tokenizer)
+        if not getattr(tokenizer, "is_fast", False):
+            raise TypeError(f"tokenizer of {self.name} must be a fast one, which knows character offsets")
+        self.tokenizer = tokenizer
+        self.revision: str | None = getattr(self.model.config, "_commit_hash", None) or revision
+        self.weights_sha256 = weights_sha256(self.model)
+        self.tokenizer_sha256 = tokenizer_sha256(tokenizer)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.dtype = dtype or default_dtype(self.device)
+        self.model = self.model.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
+        self.stride, self.special_tokens = stride, special_tokens
+        self.max_length = self._check_length(max_length)
+        probe = self._states(torch.tensor([self.tokenizer("a")["input_ids"]]))
+        if len({state.shape for state in probe}) > 1:
+            raise ValueError(f"hidden states of {self.name} must all have one shape")
+        self.depths = check_depths(depths, len(probe))
+        self.depth, self.d_emb = len(self.depths), probe[0].shape[-1]
+
+    def _check_length(self, max_length: int | None) -> int:
+        limit = position_limit(self.model, self.tokenizer)
+        max_length = max_length or limit
+        n_special = self.tokenizer.num_special_tokens_to_add(pair=False)
+        if not n_special < max_length <= limit:
+            raise ValueError(
+                f"max_length must be more than the {n_special} special tokens and at most the {limit} "
+                f"positions that {self.name} takes, got {max_length}"
+            )
+        self._content = max_length - n_special
+        if not 0 <= self.stride < self._content:
+            raise ValueError(f"stride must be from 0 to {self._content - 1}, got {self.stride}")
+        return max_length
+
+    def __repr__(self) -> str:
+        return f"TextEncoder({self.name!r}, depth={self.depth}, d_emb={self.d_emb})"
+
+    def __deepcopy__(self, memo) -> "TextEncoder":
+        return self  # frozen, so it can be shared
+
+    @property
+    def key(self) -> str:
+        """Changes with anything that changes the hidden states: weights, tokenizer, options, precision."""
+        options = [self.depths, self.max_length, self.stride, self.special_tokens, str(self.dtype)]
+        return sha256_json([self.weights_sha256, self.tokenizer_sha256, *options])
+
+    def tokenize(self, texts: Sequence[str]) -> list[Tokenized]:
+        """Split every text into chunks of token ids, and say where each routed position comes from."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(
+            list(texts),
+            padding=False,
+            truncation=True,
+            max_length=self.max_length,
+            stride=self.stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+            verbose=False,
+        )
+        rows: list[list[int]] = [[] for _ in texts]
+        for row, text in enumerate(encoded["overflow_to_sample_mapping"]):
+            rows[text].append(row)
+        return [self._tokenized(text, encoded, chunks) for text, chunks in zip(texts, rows, strict=True)]
+
+    def _tokenized(self, text: str, encoded: Any, rows: list[int]) -> Tokenized:
+        chunks, special, spans = (
+            [encoded[name][row] for row in rows]
+            for name in ("input_ids", "special_tokens_mask", "offset_mapping")
+        )
+        keep = [[self.special_tokens or not s for s in row] for row in special]
+        if self.stride and len(rows) > 1:
+            drop_overlaps(keep, special, self._content - self.stride)
+        return Tokenized(text, chunks, keep, special, spans)
+
+    def batches(self, texts: Sequence[Tokenized], batch_positions: int | None = None) -> Iterator[Batch]:
+        """Encode texts in batches of similar length, long ones one by one; every text comes exactly once.
+
+        Args:
+            texts: what ``tokenize`` gave.
+            batch_positions: at most so many positions, padding included, go through the encoder at once.
+        """
+        limit = batch_positions or (65_536 if self.device.type == "cuda" else 4_096)
+        short = [k for k, text in enumerate(texts) if len(text.chunks) == 1]
+        lengths = [len(texts[k].chunks[0]) for k in short]
+        for rows in length_batches(lengths, limit):
+            index = [short[row] for row in rows]
+            yield Batch(
+                index, *self._run([texts[k].chunks[0] for k in index], [texts[k].keep[0] for k in index])
+            )
+        for k, text in enumerate(texts):
+            if len(text.chunks) > 1:
+                hidden = self._join(text, limit)[None]  # [1, n_pos, depth, d_emb]
+                yield Batch([k], hidden, torch.ones(hidden.shape[:2], dtype=torch.bool, device=self.device))
+
+    def encode(self, texts: Sequence[str]) -> list[Tensor]:
+        """The hidden states [n_pos, depth, d_emb] of each text, without padding."""
+        tokenized = self.tokenize(texts)
+        found: list[Tensor] = [torch.empty(0)] * len(tokenized)
+        for batch in self.batches(tokenized):
+            for row, k in enumerate(batch.which):
+                found[k] = batch.hidden[row][batch.mask[row]]  # [n_pos, depth, d_emb]
+        return found
+
+    def _join(self, text: Tokenized, limit: int) -> Tensor:
+        """The hidden states of all chunks of a long text, joined at every depth, [n_pos, depth, d_emb]."""
+        joined = torch.empty(text.n_pos, self.depth, self.d_emb, dtype=self.dtype, device=self.device)
+        filled = 0
+        for rows in length_batches([len(chunk) for chunk in text.chunks], limit, in_order=True):
+            hidden, mask = self._run([text.chunks[r] for r in rows], [text.keep[r] for r in rows])
+            kept = hidden[mask]  # [n, depth, d_emb]
+            joined[filled : filled + len(kept)] = kept
+            filled += len(kept)
+        return joined
+
+    def _run(self, chunks: list[list[int]], keep: list[list[bool]]) -> tuple[Tensor, Tensor]:
+        """Encode some chunks: hidden states [b, n, depth, d_emb], and which positions are routed [b, n]."""
+        longest = max(map(len, chunks))
+        pad = self.tokenizer.pad_token_id or 0
+        ids = torch.tensor([chunk + [pad] * (longest - len(chunk)) for chunk in chunks])  # [b, n]
+        mask = torch.tensor([row + [False] * (longest - len(row)) for row in keep])  # [b, n]
+        lengths = torch.tensor([len(chunk) for chunk in chunks])  # [b]
+        attended = torch.arange(longest) < lengths[:, None]  # [b, n]
+        states = self._states(ids, attended)
+        return torch.stack([states[depth] for depth in self.depths], dim=2), mask.to(self.device)
+
+    @torch.inference_mode()
+    def _states(self, ids: Tensor, attended: Tensor | None = None) -> Sequence[Tensor]:
+        """The hidden states [b, n, d_emb] of every depth, from token ids [b, n]."""
+        ids = ids.to(self.device)
+        attended = torch.ones_like(ids) if attended is None else attended.to(self.device, torch.long)
+        return self.model(input_ids=ids, attention_mask=attended, output_hidden_states=True).hidden_states
+
+
+def position_limit(model: nn.Module, tokenizer: Any) -> int:
+    """How many positions the encoder takes: rows of its position table, its configuration, its tokenizer."""
+    limits = [
+        # RoBERTa and its kin count positions from one past the padding index.
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+    ]
+    limits = limits or [getattr(model.config, "max_position_embeddings", None) or UNLIMITED]
+    limit = min([*limits, tokenizer.model_max_length])
+    return limit if limit < UNLIMITED else 512
+
+
+def check_depths(depths: Sequence[int] | None, total: int) -> list[int]:
+    """The chosen hidden states counted from 0, in the order given."""
+    if depths is None:
+        return list(range(total))
+    if not depths or not all(isinstance(d, int) and -total <= d < total for d in depths):
+        raise ValueError(f"depths must be numbers from {-total} to {total - 1}, at least one, got {depths!r}")
+    return [d % total for d in depths]
+
+
+def strip_span(text: str, start: int, end: int) -> tuple[int, int]:
+    """A token's characters without the spaces that some tokenizers count to it."""
+    stripped = text[start:end].strip()
+    if not stripped:
+        return start, end
+    start = text.index(stripped, start)
+    return start, start + len(stripped)
+
+
+def drop_overlaps(keep: list[list[bool]], special: list[list[int]], step: int) -> None:
+    """Keep each token of overlapping chunks once: where the nearer end of its chunk is farther away.
+
+    Args:
+        keep: changed in place, one row per chunk.
+        special: 1 at special tokens, which every chunk has of its own.
+        step: how many tokens the next chunk starts after the last.
+    """
+    best: dict[int, tuple[float, int, int]] = {}  # token of the text -> context, chunk, position there
+    for chunk, row in enumerate(special):
+        content = [position for position, is_special in enumerate(row) if not is_special]
+        for k, position in enumerate(content):
+            # Of two places with equally near ends, the longer chunk gives more context.
+            context = min(k, len(content) - 1 - k) + len(content) / (len(content) + 1)
+            token = chunk * step + k
+            keep[chunk][position] = token not in best or context > best[token][0]
+            if keep[chunk][position]:
+                if token in best:
+                    _, other, place = best[token]
+                    keep[other][place] = False
+                best[token] = (context, chunk, position)
+
+
+def length_batches(lengths: Sequence[int], limit: int, *, in_order: bool = False) -> Iterator[list[int]]:
+    """Group rows so that the number in a group times its longest stays within the limit.
+
+    Args:
+        lengths: of each row.
+        limit: positions per group, padding included; a longer row comes alone.
+        in_order: keep the rows in order instead of sorting them by length.
+    """
+    order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lengths.__getitem__)
+    group: list[int] = []
+    longest = 0
+    for row in order:
+        if group and (len(group) + 1) * max(longest, lengths[row]) > limit:
+            yield group
+            group, longest = [], 0
+        group.append(row)
+        longest = max(longest, lengths[row])
+    if group:
+        yield group
