@@ -1,6 +1,8 @@
 """VectorRouting: Algorithm 2 of the paper as a layer."""
 
 import math
+import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ class VectorRouting(nn.Module):
         d_inp, d_out: size of input and output vectors.
         n_iters: number of iterations.
         normalize: bring each output vector to mean 0 and variance 1 at the end (not if d_out is 1).
-        implementation: "auto" or "reference".
+        implementation: "auto", "reference" or "chunked".
 
     Shapes:
         x_inp [..., n_inp, d_inp], input_mask [..., n_inp], pair_mask [..., n_inp, n_out]
@@ -57,6 +59,7 @@ class VectorRouting(nn.Module):
         self.n_inp, self.n_out, self.d_inp, self.d_out = n_inp, n_out, d_inp, d_out
         self.n_iters, self.normalize, self.implementation = n_iters, normalize, implementation
         self.prior = 1 / n_out
+        self.tuning = ops.Tuning()
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -100,20 +103,99 @@ class VectorRouting(nn.Module):
         return Weights._make(getattr(self, name, None) for name in Weights._fields)
 
     def forward(
-        self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
+        self,
+        x_inp: Tensor,
+        input_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        return self.route(x_inp, input_mask, pair_mask).x_out
+        return self._route(x_inp, input_mask, pair_mask, cu_seqlens=cu_seqlens)[0]
 
     def route(
-        self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
+        self,
+        x_inp: Tensor,
+        input_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        outputs: Sequence[int] | None = None,
+        phi_out: Tensor | None = None,
     ) -> Routed:
-        """Like ``forward``, and the credit phi [..., i, j] of every input for every output."""
+        """Like ``forward``, and the credit phi [..., i, j] of every input for every output.
+
+        Args:
+            cu_seqlens: [b + 1] int32 offsets of the samples in a packed x_inp [total, d].
+            outputs: give only these columns of phi, [..., i, len(outputs)].
+            phi_out: a tensor, maybe a memory map, to write phi into as it is computed; x_out has no graph.
+
+        Only the phi of ``implementation="reference"`` has a gradient.
+        """
+        columns = self._check_outputs(outputs)
+        if phi_out is not None:
+            shape = [*x_inp.shape[:-1], self.n_out if columns is None else len(columns)]
+            if not isinstance(phi_out, Tensor) or list(phi_out.shape) != shape:
+                came = list(phi_out.shape) if isinstance(phi_out, Tensor) else type(phi_out).__name__
+                raise ValueError(f"phi_out must be a tensor [..., n_inp, n_out], here {shape}, got {came}")
+        x_out, phi = self._route(
+            x_inp,
+            input_mask,
+            pair_mask,
+            cu_seqlens=cu_seqlens,
+            need_phi=True,
+            outputs=columns,
+            phi_out=phi_out,
+        )
+        return Routed(x_out, phi if phi_out is not None else phi.to(x_inp.dtype))
+
+    def _route(self, x_inp, input_mask, pair_mask, *, cu_seqlens, **phi_options):
+        """x_out [..., j, h] and phi [..., i, j], None if not asked for."""
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
         masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
-        x_out, phi = ops.route(x_inp, self.weights(), self.n_iters, *masks, self.implementation, self.prior)
+        if cu_seqlens is not None:
+            cu_seqlens = self._check_packed(x_inp, cu_seqlens, *masks)
+        x_out, phi = ops.route(
+            x_inp,
+            self.weights(),
+            self.n_iters,
+            *masks,
+            self.prior,
+            implementation=self.implementation,
+            tuning=self.tuning,
+            cu_seqlens=cu_seqlens,
+            **phi_options,
+        )
         if self.normalize:
             x_out = normalize(x_out)  # [..., j, h]
-        return Routed(x_out.to(x_inp.dtype), phi.to(x_inp.dtype))
+        return x_out.to(x_inp.dtype), phi
+
+    def _check_outputs(self, outputs: Sequence[int] | None) -> list[int] | None:
+        """The columns asked for, None for all."""
+        if outputs is None:
+            return None
+        columns = [operator.index(j) for j in outputs]
+        if not columns or not all(0 <= j < self.n_out for j in columns):
+            raise ValueError(f"outputs must be some of 0, ..., n_out - 1 = {self.n_out - 1}, got {columns}")
+        return columns
+
+    def _check_packed(self, x_inp: Tensor, cu_seqlens: object, input_mask, pair_mask) -> Tensor:
+        """cu_seqlens if it fits x_inp [total, d] and the layer."""
+        expected = f"an int32 or int64 tensor [b + 1] that rises from 0 to total={x_inp.shape[0]}"
+        if not isinstance(cu_seqlens, Tensor):
+            raise TypeError(f"cu_seqlens must be {expected}, got {type(cu_seqlens).__name__}")
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cu_seqlens must be {expected}, got dtype {cu_seqlens.dtype}")
+        if self.n_inp is not None or x_inp.dim() != 2 or input_mask is not None or pair_mask is not None:
+            raise ValueError(
+                "cu_seqlens needs a layer with n_inp=None, x_inp [total, d_inp] and no masks, "
+                f"got n_inp={self.n_inp}, x_inp {list(x_inp.shape)}"
+            )
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens must be {expected}, got {list(cu_seqlens.shape)}")
+        steps = cu_seqlens.diff()
+        if cu_seqlens[0] != 0 or cu_seqlens[-1] != len(x_inp) or (steps < 0).any():
+            raise ValueError(f"cu_seqlens must be {expected}, got {cu_seqlens.tolist()}")
+        return cu_seqlens
 
     def trace(
         self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None

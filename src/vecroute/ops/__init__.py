@@ -1,15 +1,22 @@
-"""The routing loop of Algorithm 2, in several implementations of one signature.
+"""The routing loop of Algorithm 2, in several implementations that must agree.
 
-Each takes ``(x_inp, weights, n_iters, input_mask, pair_mask, prior)`` and gives the last x_out, not yet
-normalised, and phi. ``reference`` is the truth; the others must agree with it.
+``reference`` is Algorithm 2 line by line, the truth. ``chunked`` streams over chunks of inputs on any
+device and recomputes in its backward. ``auto`` picks.
 """
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from vecroute.ops.common import Weights
+from vecroute.ops.library import route_streamed
+from vecroute.ops.loop import Tuning
 from vecroute.ops.reference import route_reference
 
-IMPLEMENTATIONS = ("auto", "reference")
+__all__ = ["IMPLEMENTATIONS", "Tuning", "Weights", "route"]
+
+IMPLEMENTATIONS = ("auto", "reference", "chunked")
 
 
 def route(
@@ -18,13 +25,52 @@ def route(
     n_iters: int,
     input_mask: Tensor | None,
     pair_mask: Tensor | None,
+    prior: float,
+    *,
     implementation: str,
-    prior: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    tuning: Tuning,
+    cu_seqlens: Tensor | None = None,
+    need_phi: bool = False,
+    outputs: Sequence[int] | None = None,
+    phi_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Run the loop with the named implementation on arguments already checked.
 
+    Args:
+        need_phi, outputs, phi_out: whether to give phi, of which outputs, and where (see ``route_streamed``).
+
     Returns:
-        x_out [..., j, h], not yet normalised, and phi [..., i, j], both at least float32.
+        x_out [..., j, h], not yet normalised, and phi [..., i, j] (None if not asked for), at least float32.
     """
-    last = route_reference(x_inp, weights, n_iters, input_mask, pair_mask, prior)
-    return last.x_out, last.phi
+    if implementation == "auto":
+        implementation = choose(x_inp, cu_seqlens)
+    if implementation == "reference" and cu_seqlens is None:
+        last = route_reference(x_inp, weights, n_iters, input_mask, pair_mask, prior)
+        if not need_phi:
+            return last.x_out, None
+        phi = last.phi if outputs is None else last.phi[..., list(outputs)]  # [..., i, j]
+        return last.x_out, phi if phi_out is None else phi_out.copy_(phi)
+    return route_streamed(
+        x_inp,
+        weights,
+        n_iters,
+        input_mask,
+        pair_mask,
+        prior,
+        implementation=implementation,
+        tuning=tuning,
+        cu_seqlens=cu_seqlens,
+        need_phi=need_phi,
+        outputs=outputs,
+        phi_out=phi_out,
+    )
+
+
+def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
+    """What ``auto`` stands for."""
+    if cu_seqlens is None:
+        if torch.compiler.is_exporting():
+            return "reference"  # plain operators, that any runtime has
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return "reference"  # torch.func cannot transform operators that have a backward of their own
+    return "chunked"

@@ -1,7 +1,7 @@
 """What every implementation of the routing loop shares: its parameters, its masks, its arithmetic."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
@@ -21,14 +21,14 @@ class Weights(NamedTuple):
     B_G2: Tensor  # [j, d]
     W_S: Tensor  # [I, j]
     B_S: Tensor  # [I, j]
-    # Fixed length: the betas themselves.
-    beta_use: Tensor | None = None  # [i, j]
-    beta_ign: Tensor | None = None  # [i, j]
-    # Variable length: the betas are linear in x_inp.
-    W_use: Tensor | None = None  # [d, j]
-    B_use: Tensor | None = None  # [j]
-    W_ign: Tensor | None = None  # [d, j]
-    B_ign: Tensor | None = None  # [j]
+    # Fixed length: the betas themselves, else None.
+    beta_use: Any = None  # [i, j]
+    beta_ign: Any = None  # [i, j]
+    # Variable length: the betas are linear in x_inp; else None.
+    W_use: Any = None  # [d, j]
+    B_use: Any = None  # [j]
+    W_ign: Any = None  # [d, j]
+    B_ign: Any = None  # [j]
 
     def to(self, dtype: torch.dtype) -> "Weights":
         """The same parameters in another dtype."""

@@ -39,7 +39,9 @@ def route_reference(
     dtype, rounded = compute_dtype(x_inp.dtype), product_dtype(x_inp)
 
     def contract(equation: str, *operands: Tensor) -> Tensor:
-        return torch.einsum(equation, *(round_to(t, rounded) for t in operands))
+        result = torch.einsum(equation, *(round_to(t, rounded) for t in operands))
+        # As eager products do, but where float16 could not hold the sum.
+        return result if rounded == torch.float16 else round_to(result, rounded)
 
     f, N = torch.sigmoid, normalize
     with without_autocast(x_inp):
@@ -90,8 +92,10 @@ def route_reference(
 
 
 def round_to(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """t with the values that dtype can hold. Its gradient is not rounded: float16 could not hold it."""
-    return t if dtype == t.dtype else t + (t.to(dtype).to(t.dtype) - t).detach()
+    """t with values that dtype can hold, and its gradient too, but for float16, which could not hold that."""
+    if dtype == torch.float16:
+        return t + (t.to(dtype).to(t.dtype) - t).detach()
+    return t.to(dtype).to(t.dtype)
 
 
 def betas(x_inp: Tensor, w: Weights, contract) -> tuple[Tensor, Tensor]:

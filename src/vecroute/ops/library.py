@@ -1,0 +1,183 @@
+"""The streamed loop as PyTorch operators, so that autograd and torch.compile know it."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vecroute.ops import loop
+from vecroute.ops.common import Weights, compute_dtype, product_dtype, used_pairs
+from vecroute.ops.loop import Problem, Tuning
+
+
+def problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning) -> Problem:
+    """Gather the flat arguments of the operators."""
+    betas = weights[10:]  # two parameters, or four from which they are computed
+    w = Weights(*weights[:10], *(betas if len(betas) == 2 else (None, None, *betas)))
+    return Problem(x_inp, w, use, sqrt_n_inp, cu_seqlens, prior, rounded, Tuning(*tuning))
+
+
+@torch.library.custom_op("vecroute::loop", mutates_args=())
+def loop_op(
+    x_inp: Tensor,
+    weights: Sequence[Tensor],
+    use: Tensor | None,
+    sqrt_n_inp: Tensor,
+    cu_seqlens: Tensor | None,
+    prior: float,
+    rounded: torch.dtype,
+    tuning: Sequence[int],
+    n_iters: int,
+    need_phi: bool,
+    outputs: Sequence[int] | None,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x_out [b, j, h], phi [b, i, j] of the given outputs (None for all), what the backward pass needs."""
+    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning)
+    phi = x_inp.new_empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs), dtype=p.dtype)  # [b, i, j]
+    x_out, *saved = loop.forward(p, n_iters, implementation, phi if need_phi else None, outputs)
+    return x_out, phi, *saved
+
+
+def n_columns(p: Problem, need_phi: bool, outputs: Sequence[int] | None) -> int:
+    """How many columns of phi are asked for."""
+    return (p.n_out if outputs is None else len(outputs)) if need_phi else 0
+
+
+@loop_op.register_fake
+def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, *rest):
+    n_iters, need_phi, outputs, implementation = rest
+    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning)
+    b, (j, h), d = sqrt_n_inp.shape[0], p.w.B_F2.shape, x_inp.shape[-1]
+
+    def empty(*shape: int) -> Tensor:
+        return x_inp.new_empty(*shape, dtype=p.dtype)
+
+    saved = empty(n_iters, b, j, d), empty(n_iters, b, j), empty(*x_inp.shape[:2])
+    kept = loop.passes(implementation).new_kept(p, n_iters)
+    return empty(b, j, h), empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs)), *saved, kept
+
+
+@torch.library.custom_op("vecroute::loop_backward", mutates_args=())
+def loop_backward_op(
+    grad_x_out: Tensor,
+    x_inp: Tensor,
+    weights: Sequence[Tensor],
+    use: Tensor | None,
+    sqrt_n_inp: Tensor,
+    cu_seqlens: Tensor | None,
+    prior: float,
+    rounded: torch.dtype,
+    tuning: Sequence[int],
+    y: Tensor,
+    s: Tensor,
+    f_a_inp: Tensor,
+    kept: Tensor,
+    need_grad_x: bool,
+    implementation: str,
+) -> list[Tensor]:
+    """Gradients of x_inp (empty if not needed) and of the weights."""
+    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning)
+    grad_x, grads = loop.backward(p, grad_x_out, y, s, f_a_inp, kept, need_grad_x, implementation)
+    small = [grads[name].to(w.dtype) for name, w in p.w._asdict().items() if w is not None]
+    return [x_inp.new_empty(0) if grad_x is None else grad_x, *small]
+
+
+@loop_backward_op.register_fake
+def _(grad_x_out, x_inp, weights, *args):
+    need_grad_x = args[-2]
+    grad_x = torch.empty_like(x_inp) if need_grad_x else x_inp.new_empty(0)
+    return [grad_x, *(torch.empty_like(w) for w in weights)]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x_inp, weights, use, sqrt_n_inp, cu_seqlens, *ctx.numbers, _, _, _, ctx.implementation = inputs
+    _, _, *saved = output
+    ctx.set_materialize_grads(False)
+    ctx.n_weights = len(weights)
+    ctx.save_for_backward(x_inp, *weights, use, sqrt_n_inp, cu_seqlens, *saved)
+
+
+def _backward(ctx, grad_x_out, *_):
+    x_inp, *rest = ctx.saved_tensors
+    weights, (use, sqrt_n_inp, cu_seqlens, *saved) = rest[: ctx.n_weights], rest[ctx.n_weights :]
+    if grad_x_out is None:
+        return (None, [None] * ctx.n_weights, *[None] * 10)
+    need_grad_x = ctx.needs_input_grad[0]
+    grad_x, *grads = loop_backward_op(
+        grad_x_out,
+        x_inp,
+        weights,
+        use,
+        sqrt_n_inp,
+        cu_seqlens,
+        *ctx.numbers,
+        *saved,
+        need_grad_x,
+        ctx.implementation,
+    )
+    return (grad_x if need_grad_x else None, grads, *[None] * 10)
+
+
+loop_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _refuse(ctx, *_):
+    raise RuntimeError("second derivatives need VectorRouting(implementation='reference')")
+
+
+loop_backward_op.register_autograd(_refuse)
+
+
+def route_streamed(
+    x_inp: Tensor,
+    weights: Weights,
+    n_iters: int,
+    input_mask: Tensor | None,
+    pair_mask: Tensor | None,
+    prior: float,
+    *,
+    implementation: str,
+    tuning: Tuning,
+    cu_seqlens: Tensor | None = None,
+    need_phi: bool = False,
+    outputs: Sequence[int] | None = None,
+    phi_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Route with a streamed implementation.
+
+    Args:
+        cu_seqlens: [b + 1] offsets of the samples in a packed x_inp [total, d].
+        need_phi, outputs: whether to give phi, and of which outputs (None for all).
+        phi_out: [..., i, j] where to write them instead of a new tensor; x_out then has no graph.
+
+    Returns:
+        x_out [..., j, h] and phi [..., i, j] (None if not asked for), which has no graph.
+    """
+    batch = x_inp.shape[:-2]
+    rounded, dtype = product_dtype(x_inp), compute_dtype(x_inp.dtype)
+    use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
+    if use is not None:
+        use = use.expand(*batch, *use.shape[-2:]).reshape(-1, *use.shape[-2:])  # [b, i, j or 1]
+    if cu_seqlens is not None:
+        n_inp = cu_seqlens.diff()[:, None]  # [b, 1]
+    elif input_mask is not None:
+        n_inp = input_mask.sum(-1, keepdim=True).expand(*batch, 1).reshape(-1, 1)  # [b, 1]
+    else:
+        n_inp = x_inp.new_full((math.prod(batch), 1), x_inp.shape[-2], dtype=dtype)  # [b, 1]
+    sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()  # [b, 1]
+    x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
+    tensors = [w for w in weights if w is not None]
+    arguments = x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning)
+    if phi_out is None:
+        x_out, phi, *_ = loop_op(*arguments, n_iters, need_phi, outputs, implementation)
+        phi = phi.detach().view(*x_inp.shape[:-1], phi.shape[-1])  # [..., i, j]
+    else:
+        phi = phi_out
+        with torch.no_grad():
+            view = phi_out.view(*x.shape[:2], phi_out.shape[-1])  # [b, i, j]
+            x_out, *_ = loop.forward(problem(*arguments), n_iters, implementation, view, outputs)
+    if cu_seqlens is None:
+        x_out = x_out.reshape(*batch, *x_out.shape[1:])  # [..., j, h]
+    return x_out, phi if need_phi else None

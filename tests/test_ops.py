@@ -1,0 +1,197 @@
+"""The streamed implementations against the reference: forward and every gradient, by the one tolerance rule."""
+
+import pytest
+import torch
+from tolerance import assert_layer_as_good, outcome
+
+import vecroute as vr
+from vecroute.ops import Tuning
+
+SIZES = [  # n_inp, n_out, d_inp, d_out
+    (1, 1, 1, 1),
+    (2, 2, 3, 2),
+    (7, 3, 5, 4),
+    (63, 5, 17, 9),
+    (64, 2, 16, 1),
+    (129, 67, 33, 31),
+]
+IDS = ["i{}-j{}-d{}-h{}".format(*size) for size in SIZES]
+IMPLEMENTATIONS = ["chunked"]
+TUNINGS = {"default": Tuning(), "rows7": Tuning(rows=7), "nothing kept": Tuning(rows=10, keep_bytes=0)}
+
+
+def make(n_inp, n_out, d_inp, d_out, *, fixed, **options) -> vr.VectorRouting:
+    """A layer with no parameter left at zero."""
+    layer = vr.VectorRouting(n_inp=n_inp if fixed else None, n_out=n_out, d_inp=d_inp, d_out=d_out, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    return layer
+
+
+def masks_for(kinds: str, batch: tuple[int, ...], n_inp: int, n_out: int) -> dict[str, torch.Tensor]:
+    """The masks named in kinds; the last input is off for every output, the first sample's inputs all are."""
+    masks = {}
+    if "input" in kinds:
+        masks["input_mask"] = torch.rand(*batch, n_inp) > 0.3
+        masks["input_mask"][..., -1] = False
+        if batch:
+            masks["input_mask"][0] = False
+    if "pair" in kinds:
+        masks["pair_mask"] = torch.rand(*batch, n_inp, n_out) > 0.3
+        masks["pair_mask"][..., -1, :] = False
+    return masks
+
+
+@pytest.mark.parametrize("masked", ["", "input", "pair", "input and pair"])
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("size", SIZES, ids=IDS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_as_good_as_the_reference(implementation, size, fixed, masked, nan_filled_memory):
+    layer = make(*size, fixed=fixed, implementation=implementation)
+    x_inp = torch.randn(2, 3, size[0], size[2])
+    assert_layer_as_good(layer, x_inp, **masks_for(masked, (2, 3), size[0], size[1]))
+
+
+@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS.keys())
+@pytest.mark.parametrize("n_iters", [1, 2, 5])
+@pytest.mark.parametrize("batch", [(), (1,), (2, 3)], ids=str)
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_chunks_batches_and_iterations(implementation, fixed, batch, n_iters, tuning, nan_filled_memory):
+    layer = make(29, 5, 11, 6, fixed=fixed, implementation=implementation, n_iters=n_iters)
+    layer.tuning = tuning
+    assert_layer_as_good(layer, torch.randn(*batch, 29, 11), **masks_for("input", batch, 29, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dtypes(implementation, fixed, dtype, nan_filled_memory):
+    layer = make(40, 5, 16, 8, fixed=fixed, implementation=implementation, dtype=dtype)
+    assert_layer_as_good(layer, torch.randn(3, 40, 16).to(dtype))
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradcheck(implementation, fixed):
+    layer = make(6, 3, 4, 2, fixed=fixed, implementation=implementation, n_iters=3, dtype=torch.float64)
+    names = [name for name, _ in layer.named_parameters()]
+    mask = torch.tensor([[True] * 6, [True, False, True, True, False, True]])
+
+    def route(x_inp, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x_inp, mask))
+
+    x_inp = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(route, (x_inp, *layer.parameters()))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_any_strides(implementation):
+    layer = make(12, 3, 8, 4, fixed=True, implementation=implementation)
+    x_inp = torch.randn(8, 12, 4, 5).permute(2, 3, 1, 0)[:, ::2]  # [4, 3, i, d]
+    assert_layer_as_good(layer, x_inp)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_gradient_of_x_where_none_is_needed(implementation):
+    layer = make(12, 3, 8, 4, fixed=False, implementation=implementation)
+    x_inp = torch.randn(5, 12, 8)
+    expected = outcome(layer, x_inp)
+    layer.zero_grad()
+    out = layer(x_inp)
+    out.backward(torch.ones_like(out))
+    layer_grad = layer.W_use.grad.clone()
+    layer.zero_grad()
+    x_needs = x_inp.clone().requires_grad_()
+    layer(x_needs).backward(torch.ones_like(out))
+    torch.testing.assert_close(layer_grad, layer.W_use.grad)
+    assert expected["grad x_inp"].shape == x_inp.shape
+    assert x_inp.grad is None
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_equals_single(implementation, nan_filled_memory):
+    layer = make(1, 5, 8, 6, fixed=False, implementation=implementation, dtype=torch.float64)
+    lengths = [3, 0, 17, 1, 9]
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    x_inp = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
+    packed = layer.route(x_inp, cu_seqlens=cu_seqlens)
+    packed.x_out.square().sum().backward()
+    packed_grads = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    grad_x, x_inp.grad = x_inp.grad.clone(), None
+    layer.zero_grad()
+    for b, part in enumerate(x_inp.split(lengths)):
+        if lengths[b] == 0:
+            assert (packed.x_out[b] == 0).all()
+            continue
+        single = layer.route(part)
+        torch.testing.assert_close(packed.x_out[b], single.x_out)
+        torch.testing.assert_close(packed.phi.split(lengths)[b], single.phi)
+        single.x_out.square().sum().backward()
+    torch.testing.assert_close(grad_x, x_inp.grad)
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(
+            packed_grads[name], parameter.grad, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+def test_phi_of_some_outputs_and_into_a_memory_map(implementation, tmp_path):
+    layer = make(20, 6, 8, 4, fixed=True, implementation=implementation)
+    x_inp = torch.randn(3, 20, 8)
+    whole = layer.route(x_inp)
+    assert torch.equal(layer.route(x_inp, outputs=[4, 1]).phi, whole.phi[..., [4, 1]])
+    file = torch.from_file(str(tmp_path / "phi"), shared=True, size=3 * 20 * 6).view(3, 20, 6)
+    routed = layer.route(x_inp, phi_out=file)
+    assert routed.phi is file
+    again = torch.from_file(str(tmp_path / "phi"), shared=False, size=3 * 20 * 6).view(3, 20, 6)
+    assert torch.equal(again, whole.phi)
+    torch.testing.assert_close(routed.x_out, whole.x_out)
+
+
+def test_bad_outputs_and_phi_out():
+    layer = make(20, 6, 8, 4, fixed=True)
+    x_inp = torch.randn(3, 20, 8)
+    with pytest.raises(ValueError, match=r"outputs must be some of 0, \.\.\., n_out - 1 = 5, got \[6\]"):
+        layer.route(x_inp, outputs=[6])
+    with pytest.raises(ValueError, match=r"phi_out must be .*here \[3, 20, 6\], got \[3, 20, 5\]"):
+        layer.route(x_inp, phi_out=torch.empty(3, 20, 5))
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "cu_seqlens", "message"),
+    [
+        ((30, 8), [0, 30], "cu_seqlens must be .*got list"),
+        ((30, 8), torch.tensor([0.0, 30.0]), "cu_seqlens must be .*got dtype torch.float32"),
+        ((30, 8), torch.tensor([0, 29]), r"rises from 0 to total=30, got \[0, 29\]"),
+        ((30, 8), torch.tensor([0, 20, 10, 30]), r"got \[0, 20, 10, 30\]"),
+        ((30, 8), torch.tensor([30]), r"got \[1\]"),
+        ((2, 30, 8), torch.tensor([0, 30]), r"x_inp \[total, d_inp\] and no masks, got n_inp=None"),
+    ],
+)
+def test_bad_cu_seqlens(x_shape, cu_seqlens, message):
+    layer = make(1, 5, 8, 6, fixed=False)
+    with pytest.raises((ValueError, TypeError), match=message):
+        layer(torch.randn(x_shape), cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_opcheck(implementation, fixed):
+    """torch.library's own checks: schema, autograd registration, fake implementation, compiled with autograd."""
+    layer = make(9, 3, 4, 2, fixed=fixed)
+    weights = [w for w in layer.weights() if w is not None]
+    x_inp = torch.randn(2, 9, 4, requires_grad=True)
+    sqrt_n_inp = torch.full((2, 1), 3.0)
+    arguments = (x_inp, weights, None, sqrt_n_inp, None, 1 / 3, torch.float32, list(Tuning()), 2, True, None)
+    result = torch.library.opcheck(torch.ops.vecroute.loop.default, (*arguments, implementation))
+    assert set(result.values()) == {"SUCCESS"}
+
+
+def test_without_a_graph_nothing_is_saved_for_backward():
+    layer = make(9, 3, 4, 2, fixed=False, implementation="chunked")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t), lambda t: t), torch.no_grad():
+        layer(torch.randn(2, 9, 4, requires_grad=True))
+    assert saved == []
