@@ -145,7 +145,7 @@ def test_double_backward(kind, masked):
 
     arguments = (x_inp.requires_grad_(), *layer.parameters())
     if kind == "auto":
-        with pytest.raises(RuntimeError, match="second derivatives need .*implementation='reference'"):
+        with pytest.raises(RuntimeError, match=r"second derivatives need .*implementation='reference'"):
             torch.autograd.gradgradcheck(route, arguments, atol=1e-4, fast_mode=True)
     else:
         assert torch.autograd.gradgradcheck(route, arguments, atol=1e-4, fast_mode=True)

@@ -123,7 +123,7 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad
 
 
 def product(p: Problem, a: Tensor, b: Tensor) -> Tensor:
-    """Batched a @ b in p.dtype, its operands rounded where the device multiplies those faster; b may be shared."""
+    """Batched a @ b in p.dtype, its operands rounded where that is faster; b may be shared, [d, j]."""
     rounded = operand_dtype(p)
     a, b = a.to(rounded), b.to(rounded)
     if b.dim() == 2:
