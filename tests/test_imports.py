@@ -1,0 +1,143 @@
+"""Importing vecroute loads torch and nothing else of weight, and imports inside it point downward only."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import vecroute
+
+PACKAGE = Path(vecroute.__file__).parent
+
+# Who may import whom, lowest first: a module imports from its own row and from lower ones.
+# A new module or folder of vecroute is added to its row here.
+ROWS = [
+    {"ops"},
+    {"layers", "networks"},
+    {"compose", "credit", "contribution", "affine", "factors", "freeze", "probe", "storage"},
+    {"training", "heads", "encoders", "distributed"},
+    {"classifier", "explain"},
+    {"cli", "serve"},
+]
+ROW = {module: number for number, row in enumerate(ROWS) for module in row}
+
+# The first rows need torch alone, but for the one file that each of these is used in.
+TORCH_ALONE = ROWS[0] | ROWS[1] | ROWS[2]
+IN_ONE_FILE_EACH = {"transformers", "triton", "matplotlib", "fastapi", "captum", "shap"}
+
+
+def loaded_beyond_torch(statement: str, path: Path | None = None) -> set[str]:
+    """Top-level packages outside the standard library that it loads and ``import torch`` does not."""
+    program = f"""
+import sys
+sys.path[:0] = {[str(path)] if path else []}
+import torch
+before = set(sys.modules)
+{statement}
+print(*{{name.partition(".")[0] for name in set(sys.modules) - before}} - sys.stdlib_module_names)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_vecroute_loads_torch_alone():
+    assert loaded_beyond_torch("import vecroute") == {"vecroute"}
+
+
+def test_the_test_above_can_fail(tmp_path):
+    (tmp_path / "lightweight.py").write_text("import json\n")
+    (tmp_path / "heavyweight.py").write_text("def load():\n    import onnx\nload()\n")
+    assert loaded_beyond_torch("import lightweight", tmp_path) == {"lightweight"}
+    assert {"heavyweight", "onnx"} <= loaded_beyond_torch("import heavyweight", tmp_path)
+
+
+def imports_of(file: Path, package: Path) -> Iterator[str]:
+    """Full names of all that a file of the package imports, at its top or deeper down."""
+    parent = [package.name, *file.relative_to(package).parts[:-1]]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parent[: len(parent) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def breaches(package: Path) -> list[str]:
+    """Every import in the package that breaks the order, told in a line."""
+    found, graph, homes = [], {}, {}
+    for file in sorted(package.rglob("*.py")):
+        name = str(file.relative_to(package))
+        module = name.removesuffix(".py").partition("/")[0]
+        if module == "__init__":
+            continue
+        if module not in ROW:
+            found.append(f"{name}: {module} has no row in ROWS")
+            continue
+        for imported in imports_of(file, package):
+            root, _, rest = imported.partition(".")
+            if root != package.name:
+                if root in IN_ONE_FILE_EACH:
+                    homes.setdefault(root, set()).add(name)
+                elif module in TORCH_ALONE and root not in sys.stdlib_module_names | {"torch"}:
+                    found.append(f"{name}: {module} may import torch alone, imports {root}")
+                continue
+            target = rest.partition(".")[0]
+            if target not in ROW:
+                found.append(f"{name}: imports {imported}, which is of no row")
+            elif ROW[target] > ROW[module]:
+                found.append(f"{name}: {module} imports {target}, which stands above it")
+            elif target != module:
+                graph.setdefault(module, set()).add(target)
+    for root, files in homes.items():
+        if len(files) > 1:
+            found.append(f"{root} is imported in {', '.join(sorted(files))}: it must have one file")
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        found.append(f"in a circle: {' -> '.join(error.args[1])}")
+    return found
+
+
+def test_imports_point_downward():
+    assert breaches(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "breach"),
+    [
+        ("ops/x.py", "from vecroute.layers import y", "layers, which stands above it"),
+        ("ops/x.py", "def f():\n    from vecroute import heads", "heads, which stands above it"),
+        ("layers/x.py", "from ..compose import Sum", "compose, which stands above it"),
+        ("layers/x.py", "import vecroute.cli", "cli, which stands above it"),
+        ("compose.py", "import numpy as np", "compose may import torch alone, imports numpy"),
+        ("heads.py", "from vecroute import VectorRouting", "vecroute.VectorRouting, which is of no row"),
+        ("novelty.py", "", "novelty has no row"),
+        ("credit.py", "import vecroute.compose", "in a circle"),
+        ("heads.py", "import transformers.models", "transformers is imported in encoders/t.py, heads.py"),
+    ],
+)
+def test_the_test_above_can_fail_too(file, text, breach, tmp_path):
+    package = tmp_path / "vecroute"
+    clean = {
+        "__init__.py": "from vecroute.cli import main",
+        "ops/__init__.py": "import torch.nn",
+        "compose.py": "from vecroute.credit import Credit\nfrom vecroute.layers.vector import VectorRouting",
+        "encoders/t.py": "def load():\n    import transformers\n    from .u import y",
+    }
+
+    def write(name: str, content: str) -> None:
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        with (package / name).open("a") as stream:
+            stream.write(content + "\n")
+
+    for name, content in clean.items():
+        write(name, content)
+    assert breaches(package) == []
+    write(file, text)
+    (found,) = breaches(package)
+    assert breach in found
