@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vecroute.ops.common import Weights
 from vecroute.ops.library import route_streamed
-from vecroute.ops.loop import Tuning
+from vecroute.ops.problem import Tuning
 from vecroute.ops.reference import route_reference
 
 __all__ = ["IMPLEMENTATIONS", "Tuning", "Weights", "route"]

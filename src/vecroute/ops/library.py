@@ -2,20 +2,23 @@
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from vecroute.ops import loop
 from vecroute.ops.common import Weights, compute_dtype, product_dtype, used_pairs
-from vecroute.ops.loop import Problem, Tuning
+from vecroute.ops.passes import new_kept
+from vecroute.ops.problem import Problem, Tuning
 
 
-def problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning) -> Problem:
+def problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation) -> Problem:
     """Gather the flat arguments of the operators."""
+    pairs = import_module(f"vecroute.ops.{implementation}")
     betas = weights[10:]  # two parameters, or four from which they are computed
     w = Weights(*weights[:10], *(betas if len(betas) == 2 else (None, None, *betas)))
-    return Problem(x_inp, w, use, sqrt_n_inp, cu_seqlens, prior, rounded, Tuning(*tuning))
+    return Problem(x_inp, w, use, sqrt_n_inp, cu_seqlens, prior, rounded, Tuning(*tuning), pairs)
 
 
 @torch.library.custom_op("vecroute::loop", mutates_args=())
@@ -28,15 +31,15 @@ def loop_op(
     prior: float,
     rounded: torch.dtype,
     tuning: Sequence[int],
+    implementation: str,
     n_iters: int,
     need_phi: bool,
     outputs: Sequence[int] | None,
-    implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x_out [b, j, h], phi [b, i, j] of the given outputs (None for all), what the backward pass needs."""
-    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning)
+    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
     phi = x_inp.new_empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs), dtype=p.dtype)  # [b, i, j]
-    x_out, *saved = loop.forward(p, n_iters, implementation, phi if need_phi else None, outputs)
+    x_out, *saved = loop.forward(p, n_iters, phi if need_phi else None, outputs)
     return x_out, phi, *saved
 
 
@@ -46,16 +49,16 @@ def n_columns(p: Problem, need_phi: bool, outputs: Sequence[int] | None) -> int:
 
 
 @loop_op.register_fake
-def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, *rest):
-    n_iters, need_phi, outputs, implementation = rest
-    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning)
+def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, *rest):
+    n_iters, need_phi, outputs = rest
+    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
     b, (j, h), d = sqrt_n_inp.shape[0], p.w.B_F2.shape, x_inp.shape[-1]
 
     def empty(*shape: int) -> Tensor:
         return x_inp.new_empty(*shape, dtype=p.dtype)
 
     saved = empty(n_iters, b, j, d), empty(n_iters, b, j), empty(*x_inp.shape[:2])
-    kept = loop.passes(implementation).new_kept(p, n_iters)
+    kept = new_kept(p, n_iters)
     return empty(b, j, h), empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs)), *saved, kept
 
 
@@ -70,29 +73,29 @@ def loop_backward_op(
     prior: float,
     rounded: torch.dtype,
     tuning: Sequence[int],
+    implementation: str,
     y: Tensor,
     s: Tensor,
     f_a_inp: Tensor,
     kept: Tensor,
     need_grad_x: bool,
-    implementation: str,
 ) -> list[Tensor]:
     """Gradients of x_inp (empty if not needed) and of the weights."""
-    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning)
-    grad_x, grads = loop.backward(p, grad_x_out, y, s, f_a_inp, kept, need_grad_x, implementation)
+    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
+    grad_x, grads = loop.backward(p, grad_x_out, y, s, f_a_inp, kept, need_grad_x)
     small = [grads[name].to(w.dtype) for name, w in p.w._asdict().items() if w is not None]
     return [x_inp.new_empty(0) if grad_x is None else grad_x, *small]
 
 
 @loop_backward_op.register_fake
 def _(grad_x_out, x_inp, weights, *args):
-    need_grad_x = args[-2]
+    need_grad_x = args[-1]
     grad_x = torch.empty_like(x_inp) if need_grad_x else x_inp.new_empty(0)
     return [grad_x, *(torch.empty_like(w) for w in weights)]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x_inp, weights, use, sqrt_n_inp, cu_seqlens, *ctx.numbers, _, _, _, ctx.implementation = inputs
+    x_inp, weights, use, sqrt_n_inp, cu_seqlens, *ctx.options, _, _, _ = inputs
     _, _, *saved = output
     ctx.set_materialize_grads(False)
     ctx.n_weights = len(weights)
@@ -112,10 +115,9 @@ def _backward(ctx, grad_x_out, *_):
         use,
         sqrt_n_inp,
         cu_seqlens,
-        *ctx.numbers,
+        *ctx.options,
         *saved,
         need_grad_x,
-        ctx.implementation,
     )
     return (grad_x if need_grad_x else None, grads, *[None] * 10)
 
@@ -169,15 +171,15 @@ def route_streamed(
     sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()  # [b, 1]
     x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
     tensors = [w for w in weights if w is not None]
-    arguments = x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning)
+    arguments = x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning), implementation
     if phi_out is None:
-        x_out, phi, *_ = loop_op(*arguments, n_iters, need_phi, outputs, implementation)
+        x_out, phi, *_ = loop_op(*arguments, n_iters, need_phi, outputs)
         phi = phi.detach().view(*x_inp.shape[:-1], phi.shape[-1])  # [..., i, j]
     else:
         phi = phi_out
         with torch.no_grad():
             view = phi_out.view(*x.shape[:2], phi_out.shape[-1])  # [b, i, j]
-            x_out, *_ = loop.forward(problem(*arguments), n_iters, implementation, view, outputs)
+            x_out, *_ = loop.forward(problem(*arguments), n_iters, view, outputs)
     if cu_seqlens is None:
         x_out = x_out.reshape(*batch, *x_out.shape[1:])  # [..., j, h]
     return x_out, phi if need_phi else None

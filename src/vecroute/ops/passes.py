@@ -1,0 +1,252 @@
+"""One iteration as a pass over chunks of inputs, forward and backward; docs/math.md derives both.
+
+With c_sum = beta_use + beta_ign and c_ign = beta_ign, the coefficients of an iteration are
+
+    phi_ij = f(a_inp_i) (c_sum_ij R_ij - c_ign_ij).
+
+The products are here, for every implementation; what is done to each pair i, j between them is in ``p.pairs``
+(``chunked``: plain PyTorch, ``fused``: Triton). Nothing of size i x j outlives its chunk but c_sum and c_ign,
+where they fit the budget.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vecroute.ops.problem import Problem
+
+
+class Chunk(NamedTuple):
+    """Some rows of some samples: ``samples`` indexes what is per sample, ``batch`` and ``rows`` x_inp."""
+
+    samples: slice
+    batch: slice
+    rows: slice
+
+
+def chunks(p: Problem) -> Iterator[Chunk]:
+    """Cut the inputs into chunks: whole samples, several at a time if they are short, or parts of one."""
+    size = p.tuning.rows or rows_of_a_chunk(p)
+    n_samples, n_rows = p.sqrt_n_inp.shape[0], p.x_inp.shape[1]
+    if p.offsets is not None:
+        for b in range(n_samples):
+            for start in range(p.offsets[b], p.offsets[b + 1], size):
+                yield Chunk(slice(b, b + 1), slice(0, 1), slice(start, min(start + size, p.offsets[b + 1])))
+        return
+    together = max(1, size // n_rows)
+    for b in range(0, n_samples, together):
+        samples = slice(b, min(b + together, n_samples))
+        for start in range(0, n_rows, size):
+            yield Chunk(samples, samples, slice(start, min(start + size, n_rows)))
+
+
+def rows_of_a_chunk(p: Problem) -> int:
+    """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
+    if p.x_inp.device.type == "cpu":
+        return max(64, min(2048, 2**18 // p.n_out))
+    return max(1024, 2**27 // (2 * p.n_out * p.dtype.itemsize))
+
+
+def new_kept(p: Problem, n_iters: int) -> Tensor:
+    """Room for c_sum and c_ign of every pair, [b, i, 2 j]; empty where they cost no product or no room."""
+    b, i = p.x_inp.shape[:2]
+    size = 2 * b * i * p.n_out * p.dtype.itemsize
+    keep = p.variable and n_iters > 1 and size <= p.tuning.keep_bytes
+    return p.x_inp.new_empty(b if keep else 0, i, 2 * p.n_out, dtype=p.dtype)  # [b, i, 2 j]
+
+
+def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> None:
+    """One iteration: fill y [b, j, d] and s [b, j] (and f_a_inp in the first).
+
+    Args:
+        x_hat: [b, j, d] predicted inputs, or None in the first iteration.
+        f_a_inp: [b, i] activations of the inputs.
+        kept: from ``new_kept``.
+        phi_out: [b, i, j] to fill with phi, or None.
+        outputs: the columns of phi to write, None for all.
+    """
+    y.zero_()
+    s.zero_()
+    columns = Columns(p, x_hat is None, kept, filling=True)
+    x_hat_S = scores_matrix(p, x_hat)  # [b, j, d]
+    for chunk in chunks(p):
+        x = inputs(p, chunk)  # [b, i, d]
+        c, a_inp = columns(x, chunk)  # [b, i, 2 j or j], [b, i]
+        if x_hat is None:
+            if not p.variable:
+                a_inp = p.pairs.activations(p, x, chunk)  # [b, i]
+            f_a_inp[chunk.batch, chunk.rows] = torch.sigmoid(a_inp)  # [b, i]
+        dot = None if x_hat_S is None else product(p, x, x_hat_S[chunk.samples].mT)  # [b, i, j]
+        phi = p.pairs.coefficients(p, chunk, c, dot, f_a_inp[chunk.batch, chunk.rows])  # [b, i, j]
+        accumulate(p, y[chunk.samples], phi.mT, x)  # [b, j, d]
+        s[chunk.samples] += phi.sum(1)  # [b, j]
+        if phi_out is not None:
+            phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
+
+
+def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad_f, grads) -> Tensor:
+    """Gradient of one iteration: adds to grad_x, grad_f and grads, and returns grad_x_hat [b, j, d]."""
+    columns = Columns(p, x_hat is None, kept, filling=False)
+    x_hat_S = scores_matrix(p, x_hat)  # [b, j, d]
+    # One product with x gives the scores and grad_phi, one with the same matrix their part of grad_x.
+    both = grad_y if x_hat_S is None else torch.cat((x_hat_S, grad_y), dim=-2)  # [b, 2 j, d]
+    grad_x_hat_S = torch.zeros_like(grad_y)  # [b, j, d]
+    for chunk in chunks(p):
+        at = chunk.batch, chunk.rows
+        x = inputs(p, chunk)  # [b, i, d]
+        c, _ = columns(x, chunk)  # [b, i, 2 j or j]
+        pairs = product(p, x, both[chunk.samples].mT)  # [b, i, 2 j], the scores and grad_phi
+        grad_c = p.pairs.coefficients_backward(
+            p, chunk, c, pairs, f_a_inp[at], grad_s[chunk.samples], grad_f[at], grads
+        )  # [b, i, 2 j or j]; pairs is now the gradient of the scores, and phi
+        if x_hat is not None:
+            accumulate(p, grad_x_hat_S[chunk.samples], pairs[..., : p.n_out].mT, x)  # [b, j, d]
+        if grad_x is not None:
+            accumulate(p, grad_x[at], pairs, both[chunk.samples])  # [b, i, d]
+        grad_a = None
+        if x_hat is None:
+            grad_a = grad_f[at] * f_a_inp[at] * (1 - f_a_inp[at])  # [b, i]
+            if not p.variable:
+                p.pairs.activations_backward(p, x, grad_a, chunk, grad_x, grads)
+        if p.variable:
+            columns.backward(x, grad_c, grad_a, chunk, None if grad_x is None else grad_x[at])
+    columns.finish(grads)
+    if x_hat is None or not p.variable:
+        return grad_x_hat_S
+    grads["W_S"] += (grad_x_hat_S * x_hat).sum((0, 2))[None]  # [1, j]
+    return grad_x_hat_S * p.w.W_S.mT  # [b, j, d]
+
+
+def scores_matrix(p: Problem, x_hat):
+    """What x_inp is multiplied with for z: x_hat, with W_S already in it if that has no i; [b, j, d]."""
+    if x_hat is None or not p.variable:
+        return x_hat
+    return x_hat * p.w.W_S.mT  # [b, j, d]
+
+
+def inputs(p: Problem, chunk: Chunk) -> Tensor:
+    """x_inp of a chunk, with zeros in place of unused inputs, so that not even NaN in them counts."""
+    x = p.x_inp[chunk.batch, chunk.rows]  # [b, i, d]
+    return x if p.use is None else x.where(use_of(p, chunk).any(-1, keepdim=True), 0)  # [b, i, d]
+
+
+def use_of(p: Problem, chunk: Chunk) -> Tensor:
+    """The used pairs of a chunk, [b or 1, i, j or 1]."""
+    assert p.use is not None
+    return p.use[chunk.batch if len(p.use) > 1 else slice(None), chunk.rows]
+
+
+def product(p: Problem, a: Tensor, b: Tensor) -> Tensor:
+    """Batched a @ b in p.dtype, its operands rounded where that is faster; b may be shared, [d, j]."""
+    rounded = operand_dtype(p)
+    a, b = a.to(rounded), b.to(rounded)
+    if b.dim() == 2:
+        return product(p, a.reshape(1, -1, a.shape[-1]), b[None]).view(*a.shape[:-1], b.shape[-1])
+    if rounded != p.dtype and a.is_cuda:
+        return torch.bmm(a, b, out_dtype=p.dtype)
+    return torch.bmm(a, b).to(p.dtype)
+
+
+def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b, in place."""
+    if operand_dtype(p) != p.dtype or out.dtype != p.dtype:
+        out += product(p, a, b)
+    else:
+        out.baddbmm_(a.to(p.dtype), b.to(p.dtype))
+
+
+def operand_dtype(p: Problem) -> torch.dtype:
+    """The dtype of the operands of large products: on a CPU float16 is neither fast nor wide enough."""
+    if p.rounded == torch.float16 and p.x_inp.device.type == "cpu":
+        return p.dtype
+    return p.rounded
+
+
+class Columns:
+    """What is linear in x_inp in a pass of variable length, as the columns of one product, and its gradient.
+
+    These are c_sum and c_ign, side by side; in the first iteration, where all outputs have the same R (unless
+    pairs are masked), their one combination prior c_sum - c_ign; and there a_inp, in one more column.
+    Of a fixed length, c_sum and c_ign are None: ``p.pairs`` has the betas themselves.
+    """
+
+    def __init__(self, p: Problem, first: bool, kept: Tensor, filling: bool):
+        self.p, self.first = p, first
+        self.flat = first and (p.use is None or p.use.shape[-1] == 1)
+        self.kept: Any = kept if len(kept) else None
+        self.filling = filling and first and self.kept is not None
+        if not p.variable:
+            return
+        w, dtype = p.w, p.dtype
+        W = torch.cat((w.W_use + w.W_ign, w.W_ign), 1).to(dtype)  # [d, 2 j]
+        B = torch.cat((w.B_use + w.B_ign, w.B_ign)).to(dtype)  # [2 j]
+        self.W_c, self.B_c = (self._flatten(W), self._flatten(B)) if self.flat else (W, B)
+        # While c is kept it is computed whole; its gradient needs the flat combination alone.
+        self.W, self.B = (W, B) if self.filling else (self.W_c, self.B_c)
+        if first:
+            self.W, self.W_c = (torch.cat((t, self._activation_columns(t)), 1) for t in (self.W, self.W_c))
+        self.grad_W = torch.zeros_like(self.W_c)  # [d, 2 j or j, and the activations]
+        self.grad_B = torch.zeros_like(self.W_c[0])  # [2 j or j, and the activations]
+
+    def _flatten(self, c: Tensor) -> Tensor:
+        c_sum, c_ign = c.chunk(2, -1)  # [..., j], [..., j]
+        return self.p.prior * c_sum - c_ign  # [..., j]
+
+    def _activation_columns(self, W: Tensor) -> Tensor:
+        """W_A as a column, and zeros that keep rows aligned, [d, 1 to 8]."""
+        zeros = W.new_zeros(W.shape[0], -(W.shape[1] + 1) % 8)  # [d, 0 to 7]
+        return torch.cat((self.p.w.W_A.mT.to(W.dtype), zeros), 1)
+
+    def __call__(self, x: Tensor, chunk: Chunk):
+        """c of a chunk, [b, i, 2 j or j], and in the first forward pass a_inp [b, i]; None if fixed."""
+        p, at, k = self.p, (chunk.batch, chunk.rows), len(self.B) if self.p.variable else 0
+        if not p.variable:
+            return None, None
+        if self.kept is not None and not self.filling:
+            c = self.kept[at]  # [b, i, 2 j]
+            return self._flatten(c) if self.flat else c, None
+        columns = product(p, x, self.W)  # [b, i, 2 j or j, and the activations]
+        c = columns[..., :k].add_(self.B)  # [b, i, 2 j or j]
+        a_inp = columns[..., k] / p.sqrt_n_inp[chunk.samples] + p.w.B_A if self.first else None  # [b, i]
+        if self.filling:
+            self.kept[at] = c
+            c = self._flatten(c) if self.flat else c
+        return c, a_inp
+
+    def backward(self, x: Tensor, grad_c: Tensor, grad_a, chunk: Chunk, grad_x) -> None:
+        """Add what grad_c [b, i, 2 j or j] and grad_a [b, i] bring to the gradient of x_inp; sum the others."""
+        p, k = self.p, grad_c.shape[-1]
+        if grad_a is not None:
+            columns = grad_c.new_zeros(*grad_c.shape[:2], self.W_c.shape[1])  # [b, i, ...]
+            columns[..., :k] = grad_c
+            columns[..., k] = grad_a / p.sqrt_n_inp[chunk.samples]
+            self.grad_B[k] += grad_a.sum()
+            grad_c = columns
+        if grad_x is not None:
+            grad_x += product(p, grad_c, self.W_c.mT)  # [b, i, d]
+        rows, grad_rows = x.reshape(1, -1, x.shape[-1]), grad_c.reshape(1, -1, grad_c.shape[-1])
+        accumulate(p, self.grad_W[None], rows.mT, grad_rows)  # [d, ...]
+        self.grad_B[:k] += grad_c[..., :k].sum((0, 1))  # [2 j or j]
+
+    def finish(self, grads) -> None:
+        """Hand over the gradients that were summed over the chunks."""
+        if not self.p.variable:
+            return
+        k = len(self.B_c)
+        for name, grad in (("W", self.grad_W[:, :k]), ("B", self.grad_B[:k])):
+            grad_use, grad_ign = split_betas(self.p, grad, self.flat)
+            grads[f"{name}_use"] += grad_use
+            grads[f"{name}_ign"] += grad_ign
+        if self.first:
+            grads["W_A"] += self.grad_W[None, :, k]  # [1, d]
+            grads["B_A"] += self.grad_B[k]  # [1]
+
+
+def split_betas(p: Problem, grad_c: Tensor, flat: bool) -> tuple[Tensor, Tensor]:
+    """The gradients with respect to beta_use and beta_ign, from that of c_sum and c_ign, or of the flat c."""
+    if flat:
+        return grad_c * p.prior, grad_c * (p.prior - 1)
+    grad_sum, grad_ign = grad_c.chunk(2, -1)
+    return grad_sum, grad_sum + grad_ign

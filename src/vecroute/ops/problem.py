@@ -1,0 +1,103 @@
+"""One call of the routing loop: its tensors and options, and the small steps between two passes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vecroute.ops.common import Weights, compute_dtype, normalize
+
+
+class Tuning(NamedTuple):
+    """How a call is cut up: rows of a chunk (0: chosen from the shapes), bytes of i x j quantities kept."""
+
+    rows: int = 0
+    keep_bytes: int = 64 * 2**20
+
+
+@dataclass
+class Problem:
+    """One call of the loop, its batch dimensions flattened to one, ``b``.
+
+    A packed call has x_inp [1, total, d] and in cu_seqlens the offsets of its samples.
+    """
+
+    x_inp: Tensor  # [b, i, d]
+    w: Weights
+    use: Tensor | None  # [b or 1, i, j or 1]
+    sqrt_n_inp: Tensor  # [b, 1]
+    cu_seqlens: Tensor | None  # [b + 1]
+    prior: float
+    rounded: torch.dtype  # of the operands of products
+    tuning: Tuning
+    pairs: ModuleType  # chunked or fused: what is done to each pair i, j
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything but the operands of products."""
+        return compute_dtype(self.x_inp.dtype)
+
+    @cached_property
+    def offsets(self) -> list[int] | None:
+        """cu_seqlens on the host."""
+        return None if self.cu_seqlens is None else self.cu_seqlens.tolist()
+
+    @property
+    def variable(self) -> bool:
+        return self.w.W_use is not None
+
+    @property
+    def n_out(self) -> int:
+        return self.w.W_F1.shape[0]
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """Product of small matrices; not rounded to float16, whose range sums over many inputs may leave."""
+        if self.rounded == torch.bfloat16 and a.is_cuda:
+            return (a.to(self.rounded) @ b.to(self.rounded)).to(self.dtype)
+        return a @ b
+
+    def outputs(self, y: Tensor, s: Tensor) -> Tensor:
+        """x_out = (y W_F1) W_F2 / sqrt(n_inp) + s B_F2, [b, j, h]."""
+        u = y * self.w.W_F1 / self.sqrt_n_inp[..., None]  # [b, j, d]
+        return self.matmul(u, self.w.W_F2.to(self.dtype)) + s[..., None] * self.w.B_F2  # [b, j, h]
+
+    def predictions(self, x_out: Tensor) -> Tensor:
+        """x_hat = W_G2 (N(x_out) W_G1) + B_G2, [b, j, d]."""
+        g = self.matmul(normalize(x_out), self.w.W_G1.to(self.dtype))  # [b, j, d]
+        return g * self.w.W_G2 + self.w.B_G2  # [b, j, d]
+
+    def outputs_backward(
+        self, grad_x_out: Tensor, y: Tensor, s: Tensor, grads: dict
+    ) -> tuple[Tensor, Tensor]:
+        """grad_y [b, j, d] and grad_s [b, j] from grad_x_out [b, j, h]; adds to the gradients of F."""
+        u = y * self.w.W_F1 / self.sqrt_n_inp[..., None]  # [b, j, d]
+        grad_u = (
+            self.matmul(grad_x_out, self.w.W_F2.mT.to(self.dtype)) / self.sqrt_n_inp[..., None]
+        )  # [b, j, d]
+        grads["W_F1"] += (grad_u * y).sum(0)  # [j, d]
+        grads["W_F2"] += self.matmul(u.flatten(0, 1).mT, grad_x_out.flatten(0, 1))  # [d, h]
+        grads["B_F2"] += (s[..., None] * grad_x_out).sum(0)  # [j, h]
+        return grad_u * self.w.W_F1, (grad_x_out * self.w.B_F2).sum(-1)  # [b, j, d], [b, j]
+
+    def predictions_backward(self, grad_x_hat: Tensor, x_out: Tensor, grads: dict) -> Tensor:
+        """grad_x_out [b, j, h] from grad_x_hat [b, j, d]; adds to the gradients of G."""
+        v = normalize(x_out)  # [b, j, h]
+        grad_g = grad_x_hat * self.w.W_G2  # [b, j, d]
+        grads["W_G2"] += (grad_x_hat * self.matmul(v, self.w.W_G1.to(self.dtype))).sum(0)  # [j, d]
+        grads["B_G2"] += grad_x_hat.sum(0)  # [j, d]
+        grads["W_G1"] += self.matmul(v.flatten(0, 1).mT, grad_g.flatten(0, 1))  # [h, d]
+        return normalize_backward(self.matmul(grad_g, self.w.W_G1.mT.to(self.dtype)), x_out)  # [b, j, h]
+
+
+def normalize_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient through ``normalize`` at x."""
+    if x.shape[-1] == 1:
+        return grad
+    variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+    scale = (variance + 1e-5).rsqrt()  # [..., 1]
+    v = (x - mean) * scale
+    grad = grad - grad.mean(-1, keepdim=True) - v * (grad * v).mean(-1, keepdim=True)
+    return grad * scale
