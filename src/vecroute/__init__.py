@@ -2,6 +2,7 @@
 
 from vecroute import networks
 from vecroute.compose import Concat, PerVector, Residual, Sequential, Sum
+from vecroute.contribution import Contributions, contributions
 from vecroute.credit import Credit
 from vecroute.layers import (
     GeneralRouting,
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Concat",
+    "Contributions",
     "Credit",
     "GeneralRouting",
     "MatrixRouting",
@@ -24,6 +26,7 @@ __all__ = [
     "Sequential",
     "Sum",
     "VectorRouting",
+    "contributions",
     "load_reference_state_dict",
     "networks",
 ]

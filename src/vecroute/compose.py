@@ -252,6 +252,13 @@ def masks_of(x: Any, input_mask: Any, pair_mask: Any) -> Any:
     return tuple(masks_of(*parts) for parts in zip(x, *each, strict=True))
 
 
+def leaves(tree: Any) -> list[Any]:
+    """What nested tuples hold, in order."""
+    if isinstance(tree, tuple) and not isinstance(tree, Masks):
+        return [leaf for part in tree for leaf in leaves(part)]
+    return [tree]
+
+
 def check_network(network: nn.Module, name: str = "network") -> None:
     """Raise unless the network is made of routings and compositions alone, naming the part that is not."""
     if isinstance(network, PerVector | VectorRouting | GeneralRouting):
@@ -335,12 +342,8 @@ def _unjoined(masks: Any) -> tuple[Any, Any]:
 
 def _joined_input_mask(masks: Any) -> Tensor | None:
     """The input_mask [..., i] of all inputs, those of a tuple one after the other."""
-    leaves = _leaves(masks)
-    return _cat([m.input_mask for m in leaves], [m.n for m in leaves], -1)
-
-
-def _leaves(masks: Any) -> list[Masks]:
-    return [masks] if isinstance(masks, Masks) else [leaf for m in masks for leaf in _leaves(m)]
+    each = leaves(masks)
+    return _cat([m.input_mask for m in each], [m.n for m in each], -1)
 
 
 def _identity(x: Tensor, input_mask: Tensor | None) -> Factor:

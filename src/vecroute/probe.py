@@ -1,10 +1,15 @@
-"""Numerical probes of what a module does with a sequence of vectors."""
+"""Numerical probes of what a module does with each vector of a sequence, on vectors made up for it."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from vecroute.freeze import Gates
+
+# It is the structure of a module that is probed, so a few vectors will do where it takes any number.
+N_PROBE = 64
 
 
 def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probed: set) -> None:
@@ -17,32 +22,92 @@ def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, 
         name: how the error calls the module.
         module: [..., i, d] -> [..., i, and any more].
         x: [..., i, d] tells the number, size, dtype and device of the vectors.
-        probed: where to remember that a module passed; it is probed once for each number and size of vectors.
+        probed: where to remember that the module passed.
     """
-    n, d = x.shape[-2:]
-    key = (n, d, getattr(module, "training", False))
-    if n == 1 or key in probed:
+    if x.shape[-2] == 1 or _key("independent", module, x) in probed:
         return
-    vectors = sample_vectors(x)  # [..., i, d]
-    poisoned = vectors.clone()  # [..., i, d]
-    poisoned[..., n // 2, :] = torch.nan
     with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
-        spread = call_on_copies(module, poisoned).isnan() & ~call_on_copies(module, vectors).isnan()
-    others = torch.arange(n, device=x.device) != n // 2  # [i]
+        vectors = _vectors(module, x)  # [..., n, d]
+        n = vectors.shape[-2]
+        poisoned = vectors.clone()  # [..., n, d]
+        poisoned[..., n // 2, :] = torch.nan
+        spread = _call(module, poisoned).isnan() & ~_call(module, vectors).isnan()  # [..., n, any more]
+    others = torch.arange(n, device=x.device) != n // 2  # [n]
     if spread.movedim(x.dim() - 2, 0)[others].any():
         raise ValueError(f"{name} mixes vectors: one of its outputs depends on another input than its own")
-    probed.add(key)
+    probed.add(_key("independent", module, vectors))
 
 
-def sample_vectors(x: Tensor) -> Tensor:
-    """One sample of positive vectors [1, ..., i, d], of the dimensions, dtype and device of x [..., i, d]."""
-    n, d = x.shape[-2:]
-    vectors = (torch.arange(n * d, device=x.device) % 7 + 1).to(x.dtype) / 4  # [i d]
-    return vectors.reshape(*(1 for _ in x.shape[:-2]), n, d)  # [1, ..., i, d]
+def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probed: set) -> None:
+    """Raise unless the module is affine once its gates and scales are held.
+
+    Probed with noise added to the parameters, so that zeros among them hide nothing. Arguments as above.
+    """
+    if _key("affine", module, x) in probed:
+        return
+    gates = Gates()
+    noise = _noise(module, x)
+    with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+        a = _vectors(module, x)  # [..., n, d]
+        b = 2 - 3 * a.flip(-1)  # [..., n, d]
+
+        def f(v: Tensor) -> Tensor:
+            return gates.run(lambda v: _call(module, v, noise), v)  # [..., n, any more]
+
+        value = f(a)  # [..., n, any more]
+        try:
+            f_a, f_b, f_mix = (
+                gates.run(lambda v: _call(module, v, noise), v) for v in (a, b, 0.3 * a + 0.7 * b)
+            )
+            error = torch.maximum((f_a - value).abs(), (0.3 * f_a + 0.7 * f_b - f_mix).abs()).max()
+            fits = error <= torch.finfo(x.dtype).eps ** 0.5 * torch.maximum(f_a.abs(), f_b.abs()).max()
+        except (IndexError, RuntimeError):  # it took another path through its code
+            fits = False
+    if not fits:
+        raise ValueError(
+            f"{name} cannot be split into contributions: with its gates and scales held fixed it is not "
+            "affine in its input"
+        )
+    probed.add(_key("affine", module, a))
 
 
-def call_on_copies(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _key(probe: str, module: Callable[[Tensor], Tensor], x: Tensor) -> tuple:
+    """What a probe holds for; any number of vectors above N_PROBE is as good as N_PROBE."""
+    return probe, min(x.shape[-2], N_PROBE), x.shape[-1], getattr(module, "training", False)
+
+
+def _vectors(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Positive vectors [1, ..., n, d] of the dtype and device of x [..., i, d]; n = i where no less will do."""
+    i, d = x.shape[-2:]
+    for n in sorted({min(i, N_PROBE), i}):
+        vectors = (torch.arange(n * d, device=x.device) % 7 + 1).to(x.dtype) / 4  # [n d]
+        vectors = vectors.reshape(*(1 for _ in x.shape[:-2]), n, d)  # [1, ..., n, d]
+        try:
+            _call(module, vectors)
+            break
+        except Exception:  # a table of positions of another length, say
+            if n == i:
+                raise
+    return vectors
+
+
+def _call(
+    module: Callable[[Tensor], Tensor], x: Tensor, parameters: dict[str, Tensor] | None = None
+) -> Tensor:
     """Call a module with copies of its buffers, so that nothing of the probe stays in it."""
     if not isinstance(module, nn.Module):
         return module(x)
-    return functional_call(module, {name: buffer.clone() for name, buffer in module.named_buffers()}, (x,))
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return functional_call(module, {**buffers, **(parameters or {})}, (x,))
+
+
+def _noise(module: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
+    """The parameters of a module with noise added."""
+    if not isinstance(module, nn.Module):
+        return {}
+    generator = torch.Generator(x.device).manual_seed(0)
+    return {
+        name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
+        for name, p in module.named_parameters()
+        if p.is_floating_point()
+    }

@@ -173,7 +173,7 @@ class GeneralRouting(nn.Module):
 
     def _activations(self, x_inp: Tensor, input_mask: Tensor | None) -> Tensor:
         """Scores of A as [..., i]."""
-        a_inp = _call_network(self.A, (x_inp,), input_mask)
+        a_inp = call_network(self.A, (x_inp,), input_mask)
         shape = tuple(x_inp.shape[:-1])
         if not isinstance(a_inp, Tensor) or tuple(a_inp.shape) not in (shape, (*shape, 1)):
             expected = f"[..., n_inp] or [..., n_inp, 1], here {list(shape)} or {[*shape, 1]}"
@@ -182,7 +182,7 @@ class GeneralRouting(nn.Module):
 
     def _call(self, name: str, args: tuple, shape: tuple, letters: str, input_mask=None) -> Tensor:
         """Call the named network and check the shape of what it returns (None there means any size)."""
-        value = _call_network(getattr(self, name), args, input_mask)
+        value = call_network(getattr(self, name), args, input_mask)
         fits = isinstance(value, Tensor) and value.dim() == len(shape)
         if not fits or any(e not in (None, v) for e, v in zip(shape, value.shape, strict=True)):
             raise ValueError(f"{name} must return {letters}, here {_letters(shape)}, got {_what(value)}")
@@ -198,7 +198,7 @@ class GeneralRouting(nn.Module):
         return self._call(f"beta_{name}", (x_inp,), ij, f"[..., n_inp, n_out={self.n_out}]")
 
 
-def _call_network(network: Callable[..., Tensor], args: tuple, input_mask: Tensor | None) -> Tensor:
+def call_network(network: Callable[..., Tensor], args: tuple, input_mask: Tensor | None) -> Tensor:
     """Call a network, with input_mask if there is one and its signature asks for it."""
     function = network.forward if isinstance(network, nn.Module) else network
     if input_mask is not None and "input_mask" in inspect.signature(function).parameters:

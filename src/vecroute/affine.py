@@ -1,0 +1,95 @@
+"""Parts of a network as affine maps: with phi, scales and gates held fixed as they are at x."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vecroute.compose import Masks, PerVector, check_independent_votes, module_name, used
+from vecroute.freeze import Gates, with_value
+from vecroute.layers import GeneralRouting, VectorRouting
+from vecroute.layers.general import call_network
+from vecroute.ops.common import compute_dtype, normalize
+from vecroute.probe import check_affine, check_independent
+
+# (x, unit) -> x_out. The bias of the votes of input i is multiplied by unit_i [..., i], by 1 if that is None.
+Affine = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def hold(parts: list[Affine], module: nn.Module, x: Tensor, masks: Masks) -> Tensor:
+    """The output of a part of a network, with the gradient of the affine map that it is at x.
+
+    Args:
+        parts: to which the affine map is appended.
+        module: a ``PerVector`` or a routing.
+        x: [..., i, d] its input.
+        masks: of its input.
+
+    Raises:
+        ValueError: the module is not affine in each vector, once its gates and scales are held.
+    """
+    if isinstance(module, PerVector):
+        x_out, affine = _hold_per_vector(module, x, masks)
+    elif isinstance(module, VectorRouting):
+        x_out, affine = _hold_vector_routing(module, x, masks)
+    else:
+        assert isinstance(module, GeneralRouting)  # nothing else passes check_network
+        x_out, affine = _hold_general_routing(module, x, masks)
+    parts.append(affine)
+    return x_out
+
+
+def _hold_per_vector(module: PerVector, x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
+    name = f"PerVector({module_name(module.module)})"
+    check_independent(name, module.module, x, module.probed)
+    check_affine(name, module.module, x, module.probed)
+    gates = Gates()
+
+    def affine(x: Tensor, unit: Tensor | None) -> Tensor:
+        return gates.run(lambda x: module(x, masks.input_mask), x)  # [..., i, h]
+
+    return affine(x, None), affine
+
+
+def _hold_vector_routing(layer: VectorRouting, x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
+    """x_out_jh = N(sum_i phi_ij V_ijh) with phi and the scale of N held; V is affine in x."""
+    with torch.no_grad():
+        value, phi = layer.route(x, masks.input_mask, masks.pair_mask)  # [..., j, h], [..., i, j]
+        dtype = compute_dtype(x.dtype)
+        phi = phi.to(dtype)  # [..., i, j]
+        W_F1, W_F2, B_F2 = (w.detach().to(dtype) for w in (layer.W_F1, layer.W_F2, layer.B_F2))
+        n_inp = phi.new_tensor(x.shape[-2]) if masks.input_mask is None else masks.input_mask.sum(-1)
+        sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()[..., None, None]  # [..., 1, 1]
+
+    N = Gates()
+
+    def affine(x: Tensor, unit: Tensor | None) -> Tensor:
+        y = phi.mT @ used(x, masks.input_mask).to(dtype) / sqrt_n_inp  # [..., j, d]
+        s = phi.sum(-2) if unit is None else (phi * unit.to(dtype)[..., None]).sum(-2)  # [..., j]
+        x_out = (W_F1 * y) @ W_F2 + s[..., None] * B_F2  # [..., j, h]
+        return (N.run(normalize, x_out) if layer.normalize else x_out).to(x.dtype)  # [..., j, h]
+
+    return with_value(value, affine(x, masks.unit)), affine
+
+
+def _hold_general_routing(layer: GeneralRouting, x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
+    """x_out_jh = sum_i phi_ij V_ijh with phi and the gates of F held."""
+    check_independent_votes(layer, x)
+    check_affine(f"F ({module_name(layer.F)}) of GeneralRouting", layer.F, x, layer.probed)
+    with torch.no_grad():
+        value, phi = layer.route(x, masks.input_mask, masks.pair_mask)  # [..., j, h], [..., i, j]
+    gates = Gates()
+
+    def votes(x: Tensor) -> Tensor:
+        x = used(x, masks.input_mask)  # [..., i, d]
+        return gates.run(lambda x: call_network(layer.F, (x,), masks.input_mask), x)  # [..., i, j, h]
+
+    def affine(x: Tensor, unit: Tensor | None) -> Tensor:
+        V = votes(x)  # [..., i, j, h]
+        if unit is not None:
+            with torch.no_grad():
+                bias = votes(torch.zeros_like(x))  # [..., i, j, h]
+            V = V + (unit - 1)[..., None, None] * bias  # [..., i, j, h]
+        return torch.einsum("...ij,...ijh->...jh", phi, V)  # [..., j, h]
+
+    return with_value(value, affine(x, masks.unit)), affine
