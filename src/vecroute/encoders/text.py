@@ -82,6 +82,8 @@ class TextEncoder:
         ValueError, TypeError: an encoder that is not there or incomplete, an argument out of range.
     """
 
+    model: Any
+
     def __init__(
         self,
         model: Any = "minilm",
@@ -98,7 +100,7 @@ class TextEncoder:
         self.name = str(model)
         if isinstance(model, nn.Module):
             self.name = str(getattr(model, "name_or_path", "") or type(model).__name__)
-            self.model: Any = model
+            self.model = model
             device, dtype = device or self.model.device, dtype or self.model.dtype
             tokenizer = tokenizer or load_tokenizer(self.name, revision)
         else:
