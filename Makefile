@@ -25,7 +25,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 build: $(INSTALLED)
-	$(BIN)/python -m build
+	$(BIN)/python -m build --no-isolation
 
 # The stamp is written last, so an interrupted installation starts again.
 $(INSTALLED): pyproject.toml constraints.txt
