@@ -11,7 +11,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # No test needs a network, and none waits for one.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Derandomized: a failure repeats. The slow tests ask for more examples themselves, see `THOUSAND`.
+# Several tests run at a time, on small tensors.
+torch.set_num_threads(1)
+
+# Derandomized: a failure repeats. Slow tests ask for more examples themselves.
 settings.register_profile("default", max_examples=25, deadline=None, derandomize=True)
 settings.load_profile("default")
 

@@ -52,12 +52,12 @@ def assert_layer_as_good(layer: vr.VectorRouting, x_inp: Tensor, **masks: Tensor
 def outcome(layer: vr.VectorRouting, x_inp: Tensor, **masks: Tensor) -> dict[str, Tensor]:
     """x_out, phi, and the gradients of x_inp and of every parameter (``grad W_A``, zero where there is none).
 
-    The gradients upstream of x_out and phi are the same random numbers in every dtype.
+    The gradient upstream of x_out is the same random numbers in every dtype.
     """
     layer.zero_grad()
     x_inp = x_inp.detach().clone().requires_grad_()  # [..., i, d]
     routed = layer.route(x_inp, **masks)
-    torch.autograd.backward(list(routed), [upstream(value) for value in routed])
+    routed.x_out.backward(upstream(routed.x_out))
     values = {"x_out": routed.x_out.detach(), "phi": routed.phi.detach(), "grad x_inp": x_inp.grad}
     for name, parameter in layer.named_parameters():
         grad = parameter.grad
