@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vecroute.compose import Masks, PerVector, check_independent_votes, module_name, used
+from vecroute.compose import Masks, PerVector, check_independent_votes, check_one_tensor, module_name, used
 from vecroute.freeze import Gates, with_value
 from vecroute.layers import GeneralRouting, VectorRouting
 from vecroute.layers.general import call_network
@@ -28,6 +28,7 @@ def hold(parts: list[Affine], module: nn.Module, x: Tensor, masks: Masks) -> Ten
     Raises:
         ValueError: the module is not affine in each vector, once its gates and scales are held.
     """
+    check_one_tensor(module, x)
     if isinstance(module, PerVector):
         x_out, affine = _hold_per_vector(module, x, masks)
     elif isinstance(module, VectorRouting):
@@ -40,15 +41,15 @@ def hold(parts: list[Affine], module: nn.Module, x: Tensor, masks: Masks) -> Ten
 
 
 def _hold_per_vector(module: PerVector, x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
-    name = f"PerVector({module_name(module.module)})"
-    check_independent(name, module.module, x, module.probed)
-    check_affine(name, module.module, x, module.probed)
     gates = Gates()
 
     def affine(x: Tensor, unit: Tensor | None) -> Tensor:
         return gates.run(lambda x: module(x, masks.input_mask), x)  # [..., i, h]
 
-    return affine(x, None), affine
+    x_out = affine(x, None)  # [..., i, h]
+    check_independent(module_name(module), module.module, x, module.probed)
+    check_affine(module_name(module), module.module, x, module.probed)
+    return x_out, affine
 
 
 def _hold_vector_routing(layer: VectorRouting, x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
@@ -74,10 +75,10 @@ def _hold_vector_routing(layer: VectorRouting, x: Tensor, masks: Masks) -> tuple
 
 def _hold_general_routing(layer: GeneralRouting, x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
     """x_out_jh = sum_i phi_ij V_ijh with phi and the gates of F held."""
-    check_independent_votes(layer, x)
-    check_affine(f"F ({module_name(layer.F)}) of GeneralRouting", layer.F, x, layer.probed)
     with torch.no_grad():
         value, phi = layer.route(x, masks.input_mask, masks.pair_mask)  # [..., j, h], [..., i, j]
+    check_independent_votes(layer, x)
+    check_affine(f"F ({module_name(layer.F)}) of GeneralRouting", layer.F, x, layer.probed)
     gates = Gates()
 
     def votes(x: Tensor) -> Tensor:

@@ -51,11 +51,8 @@ class Network(nn.Module):
         """
         check_network(self)
         masks = masks_of(x_inp, input_mask, pair_mask)
-        if self.after(masks).pair_mask is not None:
-            raise ValueError(
-                f"pair_mask needs a routing that sees the inputs, {type(self).__name__} has none"
-            )
         x_out, factor = self.run(x_inp, masks, _route)
+        check_pair_mask(self, masks)
         assert factor is not None  # every visit of a route gives one
         return Routed(x_out, Credit(factor, _joined_input_mask(masks)))
 
@@ -78,20 +75,19 @@ class PerVector(Network):
         self.probed: set = set()
 
     def forward(self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None) -> Tensor:
-        name = f"PerVector({module_name(self.module)})"
-        if not isinstance(x_inp, Tensor):
-            raise TypeError(f"{name} takes one tensor x_inp [..., n_inp, d_inp], got {type(x_inp).__name__}")
+        check_one_tensor(self, x_inp)
         input_mask = check_mask("input_mask", input_mask, x_inp, sizes={"n_inp": x_inp.shape[-2]})
         x_out = self.module(used(x_inp, input_mask))  # [..., i, h]
         if not isinstance(x_out, Tensor) or x_out.shape[:-1] != x_inp.shape[:-1]:
             expected = [*x_inp.shape[:-1], "d_out"]
             came = list(x_out.shape) if isinstance(x_out, Tensor) else type(x_out).__name__
-            raise ValueError(f"{name} must return one vector for each, {expected}, got {came}")
+            raise ValueError(f"{module_name(self)} must return one vector for each, {expected}, got {came}")
         return x_out
 
     def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
+        check_one_tensor(self, x)
         x_out = self(x, masks.input_mask)  # [..., i, h]
-        check_independent(f"PerVector({module_name(self.module)})", self.module, x, self.probed)
+        check_independent(module_name(self), self.module, x, self.probed)
         return x_out, _identity(x, masks.input_mask)
 
     def after(self, masks: Any) -> Masks:
@@ -138,12 +134,11 @@ class Residual(Network):
         self.routing = routing
 
     def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"Residual takes one tensor x_inp [..., n_inp, d_inp], got {type(x).__name__}")
+        check_one_tensor(self, x)
         x_res, factor = visit(self.routing, x, masks)  # [..., i, d]
         if x_res.shape != x.shape:
-            name = f"Residual({module_name(self.routing)})"
-            raise ValueError(f"{name} must keep the shape {list(x.shape)}, got {list(x_res.shape)}")
+            came = list(x_res.shape)
+            raise ValueError(f"{module_name(self)} must keep the shape {list(x.shape)}, got {came}")
         x_out = used(x, masks.input_mask) + x_res  # [..., i, d]
         if factor is None:
             return x_out, None
@@ -274,14 +269,30 @@ def check_network(network: nn.Module, name: str = "network") -> None:
         check_network(part, f"{name}.{key}")
 
 
+def check_pair_mask(network: nn.Module, masks: Any) -> None:
+    """Raise if no routing of the network took the pair_mask."""
+    if after(network, masks).pair_mask is not None:
+        raise ValueError(f"pair_mask needs a routing that sees the inputs, {module_name(network)} has none")
+
+
 def module_name(module: object) -> str:
     """How errors call a module or function."""
-    return getattr(module, "__name__", type(module).__name__)
+    name = getattr(module, "__name__", type(module).__name__)
+    inner = module.module if isinstance(module, PerVector) else getattr(module, "routing", None)
+    return name if inner is None else f"{name}({module_name(inner)})"
+
+
+def check_one_tensor(module: nn.Module, x: Any) -> None:
+    """Raise if a tuple came to a part that has no branches."""
+    if not isinstance(x, Tensor):
+        expected = "one tensor x_inp [..., n_inp, d_inp]"
+        raise TypeError(f"{module_name(module)} takes {expected}, got {type(x).__name__}")
 
 
 def _forward(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, None]:
     if isinstance(module, Network):
         return module(x, *_unjoined(masks)), None
+    check_one_tensor(module, x)
     if isinstance(module, VectorRouting | GeneralRouting):
         return module(x, masks.input_mask, masks.pair_mask), None
     if masks.input_mask is not None or masks.pair_mask is not None:
@@ -297,6 +308,7 @@ def _route(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, Factor]:
         x_out, factor = module.run(x, masks, _route)
         assert factor is not None
         return x_out, factor
+    check_one_tensor(module, x)
     assert isinstance(module, VectorRouting | GeneralRouting)  # checked by check_network
     if isinstance(module, GeneralRouting):
         check_independent_votes(module, x)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.affine import Affine, hold
-from vecroute.compose import Masks, Network, PerVector, check_network, leaves, masks_of, used
+from vecroute.compose import Masks, Network, PerVector, check_network, check_pair_mask, leaves, masks_of, used
 from vecroute.credit import check_groups, to_numpy
 from vecroute.ops.checks import check_choice
 from vecroute.storage import load_tensors, require, save_tensors
@@ -112,9 +112,9 @@ def contributions(
         x = _map(_leaf, x_inp, masks)
         inputs, votes = leaves(x), bias == "votes"  # [..., i, d] each
         units = [torch.ones_like(t[..., 0], requires_grad=True) for t in inputs if votes]  # [..., i] each
-        x_out = _run(
-            network, x, _with_units(masks, iter(units)), lambda *part: hold(parts, *part)
-        )  # [..., j, h]
+        at_one = _with_units(masks, iter(units))
+        x_out = _run(network, x, at_one, lambda *part: hold(parts, *part))  # [..., j, h]
+        check_pair_mask(network, masks)
         target = _select(x_out, output, margin)  # [...]
         values = _gradient_times_input(target, inputs, units, leaves(masks))  # [..., i]
     with torch.no_grad():
@@ -162,11 +162,11 @@ def _gradient_times_input(
     rows = []
     for k in range(targets.shape[-1]):
         more = k + 1 < targets.shape[-1]
-        leaves, total = [*inputs, *units], targets[..., k].sum()
+        at, total = [*inputs, *units], targets[..., k].sum()
         if total.requires_grad:
-            gradients = torch.autograd.grad(total, leaves, retain_graph=more, materialize_grads=True)
+            gradients = torch.autograd.grad(total, at, retain_graph=more, materialize_grads=True)
         else:  # the votes do not depend on the inputs
-            gradients = tuple(torch.zeros_like(leaf) for leaf in leaves)
+            gradients = tuple(map(torch.zeros_like, at))
         row = [(g * x.detach()).sum(-1) for g, x in zip(gradients, inputs, strict=False)]  # [..., i] each
         for position, gradient in enumerate(gradients[len(inputs) :]):
             row[position] = row[position] + gradient  # [..., i]

@@ -28,12 +28,12 @@ def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, 
         return
     with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
         vectors = _vectors(module, x)  # [..., n, d]
-        n = vectors.shape[-2]
+        own = (*(0 for _ in x.shape[:-2]), vectors.shape[-2] // 2)  # a vector of the first of two samples
         poisoned = vectors.clone()  # [..., n, d]
-        poisoned[..., n // 2, :] = torch.nan
+        poisoned[own] = torch.nan
         spread = _call(module, poisoned).isnan() & ~_call(module, vectors).isnan()  # [..., n, any more]
-    others = torch.arange(n, device=x.device) != n // 2  # [n]
-    if spread.movedim(x.dim() - 2, 0)[others].any():
+        spread[own] = False
+    if spread.any():
         raise ValueError(f"{name} mixes vectors: one of its outputs depends on another input than its own")
     probed.add(_key("independent", module, vectors))
 
@@ -56,9 +56,7 @@ def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probe
 
         value = f(a)  # [..., n, any more]
         try:
-            f_a, f_b, f_mix = (
-                gates.run(lambda v: _call(module, v, noise), v) for v in (a, b, 0.3 * a + 0.7 * b)
-            )
+            f_a, f_b, f_mix = f(a), f(b), f(0.3 * a + 0.7 * b)  # [..., n, any more] each
             error = torch.maximum((f_a - value).abs(), (0.3 * f_a + 0.7 * f_b - f_mix).abs()).max()
             fits = error <= torch.finfo(x.dtype).eps ** 0.5 * torch.maximum(f_a.abs(), f_b.abs()).max()
         except (IndexError, RuntimeError):  # it took another path through its code
@@ -77,11 +75,12 @@ def _key(probe: str, module: Callable[[Tensor], Tensor], x: Tensor) -> tuple:
 
 
 def _vectors(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Positive vectors [1, ..., n, d] of the dtype and device of x [..., i, d]; n = i where no less will do."""
+    """Two samples of positive vectors [2, ..., n, d], like x [..., i, d]; n = i if no less will do."""
     i, d = x.shape[-2:]
     for n in sorted({min(i, N_PROBE), i}):
         vectors = (torch.arange(n * d, device=x.device) % 7 + 1).to(x.dtype) / 4  # [n d]
-        vectors = vectors.reshape(*(1 for _ in x.shape[:-2]), n, d)  # [1, ..., n, d]
+        batch = (2, *(1 for _ in x.shape[1:-2])) if x.dim() > 2 else ()
+        vectors = vectors.expand(*batch, -1).reshape(*batch, n, d)  # [2, ..., n, d]
         try:
             _call(module, vectors)
             break
