@@ -106,7 +106,7 @@ def _rms_norm(func, input, normalized_shape, weight=None, eps=None) -> Held:
     return func(input, normalized_shape, weight, eps), affine
 
 
-def _normalize(func, input, p=2.0, dim=1, eps=1e-12) -> Held:
+def _normalize(func, input, p=2.0, dim=1, eps=1e-12, out=None) -> Held:
     scale = input.norm(p, dim, keepdim=True).clamp(min=eps)
     return func(input, p, dim, eps), lambda input, *_, **__: input / scale
 

@@ -93,7 +93,8 @@ def _vectors(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _call(
     module: Callable[[Tensor], Tensor], x: Tensor, parameters: dict[str, Tensor] | None = None
 ) -> Tensor:
-    """Call a module with copies of its buffers, so that nothing of the probe stays in it."""
+    """Call a module with copies of x and of its buffers, which it may change, so that nothing stays in it."""
+    x = x.clone()  # [..., n, d]
     if not isinstance(module, nn.Module):
         return module(x)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
