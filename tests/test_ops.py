@@ -13,8 +13,16 @@ SIZES = [  # n_inp, n_out, d_inp, d_out
     (129, 67, 33, 31),
 ]
 IDS = ["i{}-j{}-d{}-h{}".format(*size) for size in SIZES]
-IMPLEMENTATIONS = ["chunked"]
+IMPLEMENTATIONS = ["chunked", "fused"]
 TUNINGS = {"default": Tuning(), "rows7": Tuning(rows=7), "nothing kept": Tuning(rows=10, keep_bytes=0)}
+
+
+@pytest.fixture(autouse=True)
+def device():
+    """Everything is on a GPU where there is one; elsewhere Triton's interpreter runs the kernels."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with device:
+        yield device
 
 
 def make(n_inp, n_out, d_inp, d_out, *, fixed, **options) -> vr.VectorRouting:
@@ -85,9 +93,8 @@ def test_dtypes(implementation, fixed, dtype, nan_filled_memory):
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gradcheck(implementation, fixed):
-    layer = make(6, 3, 4, 2, fixed=fixed, implementation=implementation, n_iters=3, dtype=torch.float64)
+def test_gradcheck(fixed):
+    layer = make(6, 3, 4, 2, fixed=fixed, implementation="chunked", n_iters=3, dtype=torch.float64)
     names = [name for name, _ in layer.named_parameters()]
     mask = torch.tensor([[True] * 6, [True, False, True, True, False, True]])
 
@@ -149,17 +156,27 @@ def test_packed_equals_single(implementation, nan_filled_memory):
 
 
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
-def test_phi_of_some_outputs_and_into_a_memory_map(implementation, tmp_path):
+def test_phi_of_some_outputs_and_into_a_memory_map(implementation, tmp_path, device):
     layer = make(20, 6, 8, 4, fixed=True, implementation=implementation)
     x_inp = torch.randn(3, 20, 8)
     whole = layer.route(x_inp)
     assert torch.equal(layer.route(x_inp, outputs=[4, 1]).phi, whole.phi[..., [4, 1]])
-    file = torch.from_file(str(tmp_path / "phi"), shared=True, size=3 * 20 * 6).view(3, 20, 6)
+    file = torch.from_file(str(tmp_path / "phi"), shared=True, size=360, device="cpu").view(3, 20, 6)
     routed = layer.route(x_inp, phi_out=file)
     assert routed.phi is file
-    again = torch.from_file(str(tmp_path / "phi"), shared=False, size=3 * 20 * 6).view(3, 20, 6)
-    assert torch.equal(again, whole.phi)
+    again = torch.from_file(str(tmp_path / "phi"), shared=False, size=360, device="cpu").view(3, 20, 6)
+    assert torch.equal(again.to(device), whole.phi)
     torch.testing.assert_close(routed.x_out, whole.x_out)
+
+
+def test_fused_says_why_it_cannot(monkeypatch):
+    layer = make(20, 6, 8, 4, fixed=True, implementation="fused").cpu()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"'fused' needs x_inp on a CUDA device .*got cpu"):
+        layer(torch.randn(20, 8, device="cpu"))
+    monkeypatch.setattr("vecroute.ops.has_triton", lambda: False)
+    with pytest.raises(ValueError, match=r"'fused' needs the package triton"):
+        layer(torch.randn(20, 8, device="cpu"))
 
 
 def test_bad_outputs_and_phi_out():

@@ -1,10 +1,13 @@
 """The routing loop of Algorithm 2, in several implementations that must agree.
 
 ``reference`` is Algorithm 2 line by line, the truth. ``chunked`` streams over chunks of inputs on any
-device and recomputes in its backward. ``auto`` picks.
+device and recomputes in its backward; ``fused`` is the same with Triton kernels, for CUDA. ``auto`` picks.
 """
 
+import os
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -16,7 +19,7 @@ from vecroute.ops.reference import route_reference
 
 __all__ = ["IMPLEMENTATIONS", "Tuning", "Weights", "route"]
 
-IMPLEMENTATIONS = ("auto", "reference", "chunked")
+IMPLEMENTATIONS = ("auto", "reference", "chunked", "fused")
 
 
 def route(
@@ -44,6 +47,8 @@ def route(
     """
     if implementation == "auto":
         implementation = choose(x_inp, cu_seqlens)
+    elif implementation == "fused" and (problem := why_not_fused(x_inp)):
+        raise ValueError(f"implementation='fused' {problem}")
     if implementation == "reference" and cu_seqlens is None:
         last = route_reference(x_inp, weights, n_iters, input_mask, pair_mask, prior)
         if not need_phi:
@@ -73,4 +78,18 @@ def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
             return "reference"  # plain operators, that any runtime has
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return "reference"  # torch.func cannot transform operators that have a backward of their own
-    return "chunked"
+    return "fused" if x_inp.is_cuda and why_not_fused(x_inp) is None else "chunked"
+
+
+def why_not_fused(x_inp: Tensor) -> str | None:
+    """What keeps ``fused`` from routing x_inp, if anything does."""
+    if not has_triton():
+        return "needs the package triton, which is not installed"
+    if not x_inp.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs x_inp on a CUDA device (or TRITON_INTERPRET=1), got {x_inp.device}"
+    return None
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.common import log_f, masked_softmax
-from vecroute.ops.passes import Chunk, split_betas, use_of
+from vecroute.ops.passes import Chunk, add, split_betas, use_of
 from vecroute.ops.problem import Problem
 
 
@@ -22,7 +22,7 @@ def coefficients(p: Problem, chunk: Chunk, c, dot, f: Tensor) -> Tensor:
     return u * f[..., None]  # [b, i, j]
 
 
-def coefficients_backward(p: Problem, chunk: Chunk, c, pairs, f, grad_s, grad_f, grads) -> Tensor:
+def coefficients_backward(p: Problem, chunk: Chunk, c, pairs, f, grad_s, grad_f, grads, fresh) -> Tensor:
     """Turn pairs [b, i, 2 j], the scores and grad_phi, into the gradient of the scores and phi, in place.
 
     In the first iteration pairs has grad_phi alone, [b, i, j]. Adds to grad_f [b, i] and to the gradients of
@@ -44,12 +44,13 @@ def coefficients_backward(p: Problem, chunk: Chunk, c, pairs, f, grad_s, grad_f,
         R_grad_R = grad_c[..., :n_out] * c[..., :n_out]  # [b, i, j]
         grad_S = R_grad_R - R * R_grad_R.sum(-1, keepdim=True)  # [b, i, j]
         grad_z = grad_S * -torch.expm1(S)  # [b, i, j]
-        pairs[..., :n_out] = scores_backward(p, chunk, grad_z, dot, grads)  # [b, i, j]
+        pairs[..., :n_out] = scores_backward(p, chunk, grad_z, dot, grads, fresh)  # [b, i, j]
     pairs[..., -n_out:] = u * f  # [b, i, j]
     if fixed:
         grad_use, grad_ign = split_betas(p, grad_c.sum(0), flat)  # [i, j], [i, j]
-        grads["beta_use"][chunk.rows] += grad_use
-        grads["beta_ign"][chunk.rows] += grad_ign
+        fresh &= chunk.samples.start == 0
+        add(grads["beta_use"][chunk.rows], grad_use, fresh)
+        add(grads["beta_ign"][chunk.rows], grad_ign, fresh)
     return grad_c
 
 
@@ -78,13 +79,14 @@ def unscaled(p: Problem, chunk: Chunk, c: Tensor, dot):
     return (u if use is None else u * use), R, S
 
 
-def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, grads) -> Tensor:
+def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, grads, fresh) -> Tensor:
     """Gradient of x_inp x_hat from that of z, [b, i, j]; adds to those of W_S and B_S."""
     if p.variable:
         grads["B_S"] += grad_z.sum((0, 1))[None]  # [1, j]
         return grad_z
-    grads["B_S"][chunk.rows] += grad_z.sum(0)  # [i, j]
-    grads["W_S"][chunk.rows] += (grad_z * dot).sum(0)  # [i, j]
+    fresh &= chunk.samples.start == 0
+    add(grads["B_S"][chunk.rows], grad_z.sum(0), fresh)  # [i, j]
+    add(grads["W_S"][chunk.rows], (grad_z * dot).sum(0), fresh)  # [i, j]
     return grad_z * p.w.W_S[chunk.rows]  # [b, i, j]
 
 
@@ -100,5 +102,6 @@ def activations_backward(p: Problem, x: Tensor, grad_a: Tensor, chunk: Chunk, gr
     if grad_x is not None:
         W_A = p.w.W_A[chunk.rows].to(grad_x.dtype)  # [i, d]
         grad_x[chunk.batch, chunk.rows].addcmul_(scaled.to(grad_x.dtype), W_A)  # [b, i, d]
-    grads["W_A"][chunk.rows] += (scaled * x).sum(0)  # [i, d]
-    grads["B_A"][chunk.rows] += grad_a.sum(0)  # [i]
+    # Only the first iteration, the last of a backward, comes here.
+    add(grads["W_A"][chunk.rows], (scaled * x).sum(0), chunk.samples.start == 0)  # [i, d]
+    add(grads["B_A"][chunk.rows], grad_a.sum(0), chunk.samples.start == 0)  # [i]

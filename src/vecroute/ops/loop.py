@@ -37,20 +37,26 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
 
 def backward(p: Problem, grad_x_out, y, s, f_a_inp, kept, need_grad_x: bool):
     """Gradients of x_inp ([0] if not needed) and, by name, of every parameter, from grad_x_out [b, j, h]."""
-    # Gradients as large as the inputs live once, in their own dtype; the small ones are summed in p.dtype.
-    large = () if p.variable else ("W_A", "B_A", "W_S", "B_S", "beta_use", "beta_ign")
+    # Gradients with an i live once, and are written before they are added to.
+    n_iters = y.shape[0]
+    with_i = (
+        () if p.variable else ("W_A", "B_A", "beta_use", "beta_ign", *(("W_S", "B_S") if n_iters > 1 else ()))
+    )
     grads = {
-        name: torch.zeros_like(w, dtype=w.dtype if name in large else p.dtype)
+        name: (torch.empty_like if name in with_i else torch.zeros_like)(w, dtype=p.dtype)
         for name, w in p.w._asdict().items()
         if w is not None
     }
-    grad_x = torch.zeros_like(p.x_inp) if need_grad_x else None  # [b, i, d]
+    grad_x = torch.empty_like(p.x_inp) if need_grad_x else None  # [b, i, d]
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
-    for t in reversed(range(y.shape[0])):
+    for t in reversed(range(n_iters)):
         x_before = p.outputs(y[t - 1], s[t - 1]) if t > 0 else None  # [b, j, h]
         x_hat = None if x_before is None else p.predictions(x_before)  # [b, j, d]
         grad_y, grad_s = p.outputs_backward(grad_x_out, y[t], s[t], grads)  # [b, j, d], [b, j]
-        grad_x_hat = passes.backward_pass(p, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad_f, grads)
+        fresh = t == n_iters - 1
+        grad_x_hat = passes.backward_pass(
+            p, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad_f, grads, fresh
+        )  # [b, j, d]
         if x_before is not None:
             grad_x_out = p.predictions_backward(grad_x_hat, x_before, grads)  # [b, j, h]
     return grad_x, grads

@@ -46,7 +46,10 @@ def rows_of_a_chunk(p: Problem) -> int:
     """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
-    return max(1024, 2**27 // (2 * p.n_out * p.dtype.itemsize))
+    row = 2 * p.n_out * p.dtype.itemsize
+    if operand_dtype(p) != p.x_inp.dtype:
+        row += p.x_inp.shape[-1] * p.rounded.itemsize  # a rounded copy of x_inp
+    return max(1024, 2**27 // row)
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
@@ -86,8 +89,11 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
             phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
 
-def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad_f, grads) -> Tensor:
-    """Gradient of one iteration: adds to grad_x, grad_f and grads, and returns grad_x_hat [b, j, d]."""
+def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad_f, grads, fresh) -> Tensor:
+    """Gradient of one iteration: adds to grad_x, grad_f and grads, and returns grad_x_hat [b, j, d].
+
+    A fresh pass, the first of a backward, writes the large gradients (those with an i) instead of adding.
+    """
     columns = Columns(p, x_hat is None, kept, filling=False)
     x_hat_S = scores_matrix(p, x_hat)  # [b, j, d]
     # One product with x gives the scores and grad_phi, one with the same matrix their part of grad_x.
@@ -99,12 +105,12 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad
         c, _ = columns(x, chunk)  # [b, i, 2 j or j]
         pairs = product(p, x, both[chunk.samples].mT)  # [b, i, 2 j], the scores and grad_phi
         grad_c = p.pairs.coefficients_backward(
-            p, chunk, c, pairs, f_a_inp[at], grad_s[chunk.samples], grad_f[at], grads
+            p, chunk, c, pairs, f_a_inp[at], grad_s[chunk.samples], grad_f[at], grads, fresh
         )  # [b, i, 2 j or j]; pairs is now the gradient of the scores, and phi
         if x_hat is not None:
             accumulate(p, grad_x_hat_S[chunk.samples], pairs[..., : p.n_out].mT, x)  # [b, j, d]
         if grad_x is not None:
-            accumulate(p, grad_x[at], pairs, both[chunk.samples])  # [b, i, d]
+            accumulate(p, grad_x[at], pairs, both[chunk.samples], fresh)  # [b, i, d]
         grad_a = None
         if x_hat is None:
             grad_a = grad_f[at] * f_a_inp[at] * (1 - f_a_inp[at])  # [b, i]
@@ -129,7 +135,9 @@ def scores_matrix(p: Problem, x_hat):
 def inputs(p: Problem, chunk: Chunk) -> Tensor:
     """x_inp of a chunk, with zeros in place of unused inputs, so that not even NaN in them counts."""
     x = p.x_inp[chunk.batch, chunk.rows]  # [b, i, d]
-    return x if p.use is None else x.where(use_of(p, chunk).any(-1, keepdim=True), 0)  # [b, i, d]
+    if p.use is not None:
+        x = x.where(use_of(p, chunk).any(-1, keepdim=True), 0)  # [b, i, d]
+    return x.to(operand_dtype(p))  # [b, i, d]
 
 
 def use_of(p: Problem, chunk: Chunk) -> Tensor:
@@ -149,12 +157,20 @@ def product(p: Problem, a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b).to(p.dtype)
 
 
-def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, in place."""
-    if operand_dtype(p) != p.dtype or out.dtype != p.dtype:
-        out += product(p, a, b)
+def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
+    """out += a @ b, in place, or out = a @ b if fresh."""
+    if operand_dtype(p) == out.dtype == p.dtype:
+        out.baddbmm_(a.to(p.dtype), b.to(p.dtype), beta=0 if fresh else 1)
     else:
-        out.baddbmm_(a.to(p.dtype), b.to(p.dtype))
+        add(out, product(p, a, b), fresh)
+
+
+def add(out: Tensor, value: Tensor, fresh: bool) -> None:
+    """out += value, in place, or out = value if fresh."""
+    if fresh:
+        out.copy_(value)
+    else:
+        out += value
 
 
 def operand_dtype(p: Problem) -> torch.dtype:
@@ -216,7 +232,7 @@ class Columns:
         return c, a_inp
 
     def backward(self, x: Tensor, grad_c: Tensor, grad_a, chunk: Chunk, grad_x) -> None:
-        """Add what grad_c [b, i, 2 j or j] and grad_a [b, i] bring to the gradient of x_inp; sum the others."""
+        """Add what grad_c [b, i, 2 j or j] and grad_a [b, i] bring to grad_x, and sum the other gradients."""
         p, k = self.p, grad_c.shape[-1]
         if grad_a is not None:
             columns = grad_c.new_zeros(*grad_c.shape[:2], self.W_c.shape[1])  # [b, i, ...]
