@@ -19,6 +19,7 @@ import yaml
 import vecroute as vr
 
 ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
 # Every public name, no more and no less. A new one is added here, to ``__all__`` and to the changelog.
 PUBLIC_NAMES = {
@@ -154,10 +155,18 @@ def test_the_readme_has_a_short_example():
     assert 1 <= len(python_blocks()[0].splitlines()) <= 12
 
 
-def test_the_readme_names_files_that_exist():
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_name_files_and_tests_that_exist(page):
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    tests = re.findall(r"(tests/\w+\.py)(?:::(\w+))?", text)
+    missing = [
+        f"{file}::{name}"
+        for file, name in tests
+        if not (ROOT / file).exists() or f"def {name}" not in (ROOT / file).read_text()
+    ]
+    assert missing == []
 
 
 def test_citation_cites_the_paper():
