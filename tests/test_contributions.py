@@ -122,6 +122,22 @@ def test_completeness_on_trained_and_untrained_heads(dtype, tolerance, implement
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.gpu
+def test_completeness_on_a_gpu():
+    network = head(d=32).float()
+    x_inp = torch.randn(3, 200, 32)  # [b, i, d]
+    mask = torch.arange(200) < torch.tensor([[200], [31], [1]])  # [b, i]
+    expected = vr.contributions(network, x_inp, input_mask=mask)
+    network.cuda()
+    got = vr.contributions(network, x_inp.cuda(), input_mask=mask.cuda())
+    assert got.completeness_error.max() <= 1e-5
+    scale = (expected.values.abs().sum(-1) + expected.base.abs()).max()
+    assert (got.values.cpu() - expected.values).abs().max() <= 1e-4 * scale
+    credit = network.route(x_inp.cuda(), input_mask=mask.cuda()).phi.unit_variance()
+    assert credit.top(3, 0).indices.is_cuda
+    assert credit.cpu().dense().shape == (3, 200, 3)
+
+
 def test_the_error_sees_what_is_missing():
     got = vr.contributions(head(), randn(7, D), output=1)
     assert got.completeness_error <= 1e-12
@@ -205,6 +221,13 @@ def test_votes_reach_inputs_through_what_joins_them():
     assert twice.completeness_error.max() <= 1e-12
     both = vr.contributions(vr.Sequential(first, last), torch.cat([x_1, x_1]), bias="votes")
     close(twice.values, both.values[:, :3] + both.values[:, 3:])
+    # Where two inputs make one vector, each has half of its bias.
+    added = vr.Sequential(vr.Sum(vr.PerVector(nn.Identity()), vr.PerVector(nn.Identity())), first, last)
+    whole = vr.contributions(vr.Sequential(first, last), 2 * x_1, bias="votes")
+    close(vr.contributions(added, x_1, bias="votes").values, whole.values)
+    halves = vr.contributions(added, (x_1, x_1), bias="votes")
+    close(halves.values, torch.cat([whole.values, whole.values], -1) / 2)
+    assert halves.completeness_error.max() <= 1e-12
 
 
 class SwiGLU(nn.Module):

@@ -18,7 +18,7 @@ PACKAGE = Path(vecroute.__file__).parent
 ROWS = [
     {"ops"},
     {"layers", "networks"},
-    {"compose", "credit", "contribution", "affine", "factors", "freeze", "probe", "storage"},
+    {"compose", "credit", "contribution", "affine", "factors", "freeze", "masks", "probe", "storage"},
     {"training", "heads", "encoders", "distributed"},
     {"classifier", "explain"},
     {"cli", "serve"},

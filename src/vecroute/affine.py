@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vecroute.compose import Masks, PerVector, check_independent_votes, check_one_tensor, module_name, used
+from vecroute.compose import PerVector, check_independent_votes, check_one_tensor, module_name
 from vecroute.freeze import Gates, with_value
 from vecroute.layers import GeneralRouting, VectorRouting
 from vecroute.layers.general import call_network
+from vecroute.masks import Masks, used
 from vecroute.ops.common import compute_dtype, normalize
 from vecroute.probe import check_affine, check_independent
 

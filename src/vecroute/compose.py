@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +10,9 @@ from torch import Tensor, nn
 from vecroute.credit import Credit
 from vecroute.factors import Block, Blocks, Diagonal, Factor, Matrix, Product
 from vecroute.layers import GeneralRouting, Routed, VectorRouting
+from vecroute.masks import Masks, all_or_none, as_arguments, concatenated, joined_input_mask, masks_of, used
 from vecroute.ops.checks import check_mask
 from vecroute.probe import check_independent
-
-
-class Masks(NamedTuple):
-    """What is known of the vectors at one place of a network; a tuple of these where a tuple comes in."""
-
-    n: int | None  # how many they are, None after a module that does not say
-    input_mask: Tensor | None = None  # [..., i], None: every vector is used
-    pair_mask: Tensor | None = None  # [..., i, j] for the first routing, None: every pair takes part
-    # 1 for each input of the network, until the first routing: the factor of the bias of its votes.
-    unit: Tensor | None = None  # [..., i]
-
 
 # How a network runs one of its parts: (part, x_inp, masks) -> (x_out, factor of the credit or None).
 Visit = Callable[[nn.Module, Any, Any], tuple[Any, Factor | None]]
@@ -54,7 +44,7 @@ class Network(nn.Module):
         x_out, factor = self.run(x_inp, masks, _route)
         check_pair_mask(self, masks)
         assert factor is not None  # every visit of a route gives one
-        return Routed(x_out, Credit(factor, _joined_input_mask(masks)))
+        return Routed(x_out, Credit(factor, joined_input_mask(masks)))
 
 
 class PerVector(Network):
@@ -176,13 +166,13 @@ class Sum(Network):
     def after(self, masks: Any) -> Masks:
         parts = [after(b, m) for b, m in zip(self.branches, _split(self, masks), strict=True)]
         input_mask, pair_mask, unit = None, None, None
-        if (input_masks := _all_or_none([m.input_mask for m in parts])) is not None:
+        if (input_masks := all_or_none([m.input_mask for m in parts])) is not None:
             input_mask = torch.stack(torch.broadcast_tensors(*input_masks)).any(0)  # [..., j]
-        if (pair_masks := _all_or_none([m.pair_mask for m in parts])) is not None:
+        if (pair_masks := all_or_none([m.pair_mask for m in parts])) is not None:
             pair_mask = pair_masks[0]  # [..., j, j']
             if any(mask is not pair_mask for mask in pair_masks):
                 raise ValueError("pair_mask: branches of Sum that do not route cannot have one each")
-        if (units := _all_or_none([m.unit for m in parts])) is not None:
+        if (units := all_or_none([m.unit for m in parts])) is not None:
             unit = torch.stack(torch.broadcast_tensors(*units)).mean(0)  # [..., j]
         return Masks(parts[0].n, input_mask, pair_mask, unit)
 
@@ -213,45 +203,15 @@ class Concat(Network):
         parts = [after(b, m) for b, m in zip(self.branches, _split(self, masks), strict=True)]
         lengths = [m.n for m in parts]
         n = None if None in lengths else sum(lengths)  # type: ignore[arg-type]
-        input_mask = _cat([m.input_mask for m in parts], lengths, -1)  # [..., j]
-        pair_mask = _cat([m.pair_mask for m in parts], lengths, -2)  # [..., j, j']
-        unit = _cat([m.unit for m in parts], lengths, -1)  # [..., j]
+        input_mask = concatenated([m.input_mask for m in parts], lengths, -1)  # [..., j]
+        pair_mask = concatenated([m.pair_mask for m in parts], lengths, -2)  # [..., j, j']
+        unit = concatenated([m.unit for m in parts], lengths, -1)  # [..., j]
         return Masks(n, input_mask, pair_mask, unit)
 
 
 def after(module: nn.Module, masks: Any) -> Masks:
     """What is known of the vectors that come out of a part; nothing is masked after a routing."""
     return module.after(masks) if isinstance(module, Network) else Masks(getattr(module, "n_out", None))
-
-
-def used(x: Tensor, input_mask: Tensor | None) -> Tensor:
-    """x [..., i, d] with zeros in place of unused vectors."""
-    return x if input_mask is None else x.where(input_mask[..., None], 0.0)  # [..., i, d]
-
-
-def masks_of(x: Any, input_mask: Any, pair_mask: Any) -> Any:
-    """Masks as they come from the user, one ``Masks`` per tensor in x."""
-    if not isinstance(x, tuple):
-        if not isinstance(x, Tensor) or x.dim() < 2:
-            came = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"x_inp must be a tensor [..., n_inp, d_inp] or a tuple of them, got {came}")
-        n_inp = x.shape[-2]
-        input_mask = check_mask("input_mask", input_mask, x, sizes={"n_inp": n_inp})
-        return Masks(n_inp, input_mask, pair_mask)
-    each = []
-    for name, mask in (("input_mask", input_mask), ("pair_mask", pair_mask)):
-        if mask is not None and (not isinstance(mask, tuple) or len(mask) != len(x)):
-            came = f"{len(mask)} of them" if isinstance(mask, tuple) else type(mask).__name__
-            raise ValueError(f"{name} must be None or a tuple of {len(x)}, one per input, got {came}")
-        each.append(mask or (None,) * len(x))
-    return tuple(masks_of(*parts) for parts in zip(x, *each, strict=True))
-
-
-def leaves(tree: Any) -> list[Any]:
-    """What nested tuples hold, in order."""
-    if isinstance(tree, tuple) and not isinstance(tree, Masks):
-        return [leaf for part in tree for leaf in leaves(part)]
-    return [tree]
 
 
 def check_network(network: nn.Module, name: str = "network") -> None:
@@ -291,7 +251,7 @@ def check_one_tensor(module: nn.Module, x: Any) -> None:
 
 def _forward(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, None]:
     if isinstance(module, Network):
-        return module(x, *_unjoined(masks)), None
+        return module(x, *as_arguments(masks)), None
     check_one_tensor(module, x)
     if isinstance(module, VectorRouting | GeneralRouting):
         return module(x, masks.input_mask, masks.pair_mask), None
@@ -344,20 +304,6 @@ def _split(network: Sum | Concat, given: Any) -> Sequence[Any]:
     return given
 
 
-def _unjoined(masks: Any) -> tuple[Any, Any]:
-    """input_mask and pair_mask, as ``forward`` takes them."""
-    if isinstance(masks, Masks):
-        return masks.input_mask, masks.pair_mask
-    pairs = [_unjoined(m) for m in masks]
-    return tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
-
-
-def _joined_input_mask(masks: Any) -> Tensor | None:
-    """The input_mask [..., i] of all inputs, those of a tuple one after the other."""
-    each = leaves(masks)
-    return _cat([m.input_mask for m in each], [m.n for m in each], -1)
-
-
 def _identity(x: Tensor, input_mask: Tensor | None) -> Factor:
     ones = x.new_ones(()).expand(x.shape[:-1])  # [..., i]
     return Diagonal(ones if input_mask is None else ones * input_mask)
@@ -373,25 +319,6 @@ def _joined(factors: Sequence[Factor | None], *, stack: bool, beside: bool) -> F
         n_inp, n_out = factor.shape[-2:]
         i, j = i + n_inp * stack, j + n_out * beside
     return Blocks(blocks, i or n_inp, j or n_out)
-
-
-def _cat(masks: Sequence[Tensor | None], lengths: Sequence[int | None], dim: int) -> Tensor | None:
-    """Masks one after the other, ones in place of None; None if all are."""
-    given = [mask for mask in masks if mask is not None]
-    if not given:
-        return None
-    rest = given[0].shape[dim + 1 :] if dim < -1 else ()
-    full = [
-        given[0].new_ones(n or 0, *rest) if mask is None else mask
-        for mask, n in zip(masks, lengths, strict=True)
-    ]
-    batch = torch.broadcast_shapes(*(mask.shape[:dim] for mask in full))
-    return torch.cat([mask.expand(*batch, *mask.shape[dim:]) for mask in full], dim)
-
-
-def _all_or_none(given: Sequence[Tensor | None]) -> list[Tensor] | None:
-    present = [t for t in given if t is not None]
-    return present if len(present) == len(given) else None
 
 
 def _check_modules(name: str, modules: Sequence[object]) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.affine import Affine, hold
-from vecroute.compose import Masks, Network, PerVector, check_network, check_pair_mask, leaves, masks_of, used
+from vecroute.compose import Network, PerVector, check_network, check_pair_mask
 from vecroute.credit import check_groups, to_numpy
+from vecroute.masks import Masks, leaves, masks_of, used
 from vecroute.ops.checks import check_choice
 from vecroute.storage import load_tensors, require, save_tensors
 

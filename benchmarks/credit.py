@@ -1,0 +1,160 @@
+"""What credit and contributions cost: ``python benchmarks/credit.py [--device cuda]``.
+
+1. A million inputs through three routings: the peak of memory while routing and while computing one column of
+   the end-to-end credit, beyond what was there before.
+2. The paper's head, 1850 x 1024 -> 64 -> 64 -> 2: the time of credit and of the contributions of one class,
+   as multiples of a forward pass in the same run.
+
+Rows are appended to benchmarks/results/credit.csv.
+"""
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import vecroute as vr
+
+RESULTS = Path(__file__).parent / "results" / "credit.csv"
+MB = 2**20
+
+
+def head(d: int, n_hid: int, n_cls: int, device: str) -> vr.Sequential:
+    """The paper's three routings."""
+    return vr.Sequential(
+        vr.VectorRouting(n_inp=None, n_out=n_hid, d_inp=d, d_out=d, device=device),
+        vr.VectorRouting(n_inp=n_hid, n_out=n_hid, d_inp=d, d_out=d, device=device),
+        vr.VectorRouting(n_inp=n_hid, n_out=n_cls, d_inp=d, d_out=1, device=device),
+    )
+
+
+class Peak:
+    """``with Peak(device) as peak``: then peak.mb is the most memory in use within, beyond that before."""
+
+    def __init__(self, device: str):
+        self.cuda = device.startswith("cuda")
+
+    def __enter__(self) -> "Peak":
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # makes the peak of resident memory start anew
+        self.before = torch.cuda.memory_allocated() if self.cuda else self._resident("VmRSS")
+        return self
+
+    def __exit__(self, *error) -> None:
+        after = torch.cuda.max_memory_allocated() if self.cuda else self._resident("VmHWM")
+        self.mb = (after - self.before) / MB
+
+    @staticmethod
+    def _resident(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def million(device: str, n_inp: int) -> list[tuple[str, float, str]]:
+    d, n_hid = 64, 64
+    network, x_inp = head(d, n_hid, 2, device), torch.randn(n_inp, d, device=device)
+    case = f"{n_inp} x {d} -> {n_hid} -> {n_hid} -> 2"
+    with torch.no_grad():
+        network.route(x_inp[:1000]).phi.column(0)  # whatever is set up once is set up
+        with Peak(device) as routing:
+            credit = network.route(x_inp).phi
+        with Peak(device) as column:
+            start = time.perf_counter()
+            credit.column(0).sum().item()
+            seconds = time.perf_counter() - start
+    return [
+        (f"{case}: one factor, phi of the first routing", n_inp * n_hid * 4 / MB, "MB"),
+        (f"{case}: peak while routing", routing.mb, "MB"),
+        (f"{case}: peak while computing one column", column.mb, "MB"),
+        (f"{case}: one column", seconds * 1000, "ms"),
+    ]
+
+
+def cost(device: str, repeats: int) -> list[tuple[str, float, str]]:
+    network, x_inp = head(1024, 64, 2, device), torch.randn(1850, 1024, device=device)
+
+    def synchronized(f: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            with torch.no_grad():
+                f()
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+
+        return run
+
+    ways = {
+        "forward": synchronized(lambda: network(x_inp)),
+        "credit of one class": synchronized(lambda: network.route(x_inp).phi.column(1)),
+        "contributions of one class": synchronized(lambda: vr.contributions(network, x_inp, output=1)),
+        "contributions of the margin": synchronized(
+            lambda: vr.contributions(network, x_inp, output=1, margin=0)
+        ),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats + 2):
+        for name, run in ways.items():
+            start = time.perf_counter()
+            run()
+            if repeat >= 2:
+                times[name].append(time.perf_counter() - start)
+    case = "1850 x 1024 -> 64 -> 64 -> 2"
+    forward = statistics.median(times["forward"])
+    rows = [(f"{case}: forward", forward * 1000, "ms")]
+    for name in list(ways)[1:]:
+        # Each against the forward pass next to it, so that what else the machine does weighs on both.
+        ratios = [t / f for t, f in zip(times[name], times["forward"], strict=True)]
+        rows.append((f"{case}: {name}", statistics.median(ratios), "x forward"))
+    return rows
+
+
+def append(rows: list[tuple[str, float, str]], device: str) -> None:
+    """Add rows to the results, whole or not at all."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else cpu_name()
+    about = [name, torch.__version__, vr.__version__, commit, datetime.date.today().isoformat()]
+    RESULTS.parent.mkdir(exist_ok=True)
+    before = (
+        RESULTS.read_text() if RESULTS.exists() else "what,value,unit,device,torch,vecroute,commit,date\n"
+    )
+    temporary = RESULTS.with_suffix(".tmp")
+    with temporary.open("w", newline="") as file:
+        file.write(before)
+        csv.writer(file, lineterminator="\n").writerows(
+            [what, f"{value:.3g}", unit, *about] for what, value, unit in rows
+        )
+    os.replace(temporary, RESULTS)
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return f"{torch.get_num_threads()} threads of {model}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--n-inp", type=int, default=1_000_000)
+    parser.add_argument("--repeats", type=int, default=21)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows = [*million(arguments.device, arguments.n_inp), *cost(arguments.device, arguments.repeats)]
+    for what, value, unit in rows:
+        print(f"{what:75} {value:10.3g} {unit}")
+    append(rows, arguments.device)
