@@ -211,7 +211,7 @@ def test_they_are_ordinary_modules():
     assert len(network) == 6
 
 
-def general(F) -> vr.GeneralRouting:
+def general(F, **options) -> vr.GeneralRouting:
     """A GeneralRouting with the given votes to 4 outputs."""
     like = {"dtype": torch.float64}
     return vr.GeneralRouting(
@@ -223,6 +223,7 @@ def general(F) -> vr.GeneralRouting:
         n_out=4,
         d_inp=D,
         **like,
+        **options,
     )
 
 
@@ -302,7 +303,14 @@ def test_credit_passes_through_what_treats_each_vector_alone(module):
     close(phi.dense(), first.route(module(x_inp)).phi)
 
 
-def test_a_module_is_probed_once(monkeypatch):
+def test_nan_of_the_module_itself_is_no_sign_of_mixing():
+    first = routing(None, 2)
+    x_inp = inputs(100, D).abs() + 1  # [i, d]
+    phi = vr.Sequential(vr.PerVector(lambda x: (x - 1).log()), first).route(x_inp).phi
+    close(phi.dense(), first.route((x_inp - 1).log()).phi)
+
+
+def test_a_module_is_probed_once():
     calls = []
     network = vr.Sequential(vr.PerVector(lambda x: calls.append(len(x)) or x), routing(None, 2))
     network.route(inputs(70, D))
@@ -333,14 +341,18 @@ def test_votes_that_mix_inputs():
     def F(x):
         return votes(x.mean(-2, keepdim=True).expand_as(x))
 
-    mixing, declared, denied = general(F), general(F), general(votes)
-    declared.independent_votes, denied.independent_votes = True, False
+    mixing, declared = general(F), general(F, independent_votes=True)
+    denied = general(votes, independent_votes=False)
     with pytest.raises(ValueError, match=r"F \(F\) of GeneralRouting mixes vectors"):
         vr.Sequential(mixing).route(x_inp)
     assert vr.Sequential(declared).route(x_inp).phi.shape == (6, 4)
     with pytest.raises(ValueError, match=r"F \(EfficientVotes\) .* \(independent_votes=False\)"):
         vr.Sequential(denied).route(x_inp)
     assert vr.Sequential(general(votes)).route(x_inp).phi.shape == (6, 4)
+    with pytest.raises(
+        TypeError, match=r"independent_votes must be True, False or None \(probed\), got 'yes'"
+    ):
+        general(votes, independent_votes="yes")
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,10 @@ class GeneralRouting(nn.Module):
         for name, network in (("A", A), ("F", F), ("G", G), ("S", S)):
             if not callable(network):
                 raise TypeError(f"{name} must be a module or function, got {type(network).__name__}")
+        if independent_votes is not None and not isinstance(independent_votes, bool):
+            raise TypeError(
+                f"independent_votes must be True, False or None (probed), got {independent_votes!r}"
+            )
         self.A, self.F, self.G, self.S = A, F, G, S
         self.n_inp, self.n_out, self.d_inp = n_inp, n_out, d_inp
         self.n_iters, self.compete_over = n_iters, compete_over
