@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
     "PerVector",
     "Residual",
     "Routed",
+    "RoutingHead",
     "Sequential",
     "Sum",
     "VectorRouting",

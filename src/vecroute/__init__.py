@@ -4,6 +4,7 @@ from vecroute import networks
 from vecroute.compose import Concat, PerVector, Residual, Sequential, Sum
 from vecroute.contribution import Contributions, contributions
 from vecroute.credit import Credit
+from vecroute.heads import RoutingHead
 from vecroute.layers import (
     GeneralRouting,
     MatrixRouting,
@@ -23,6 +24,7 @@ __all__ = [
     "PerVector",
     "Residual",
     "Routed",
+    "RoutingHead",
     "Sequential",
     "Sum",
     "VectorRouting",

@@ -1,0 +1,135 @@
+"""RoutingHead: hidden states of every position and depth to scores, with credit that reaches each of them."""
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+
+import vecroute as vr
+from vecroute.compose import PerVector
+from vecroute.heads import DepthNorm, ResidualMLP
+
+SIZES = {"d_emb": 12, "depth": 3, "n_cls": 4}
+
+
+def trained(head):
+    """As after training: no weight is zero, the MLPs do something."""
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return head
+
+
+def test_hidden_states_are_normalised_by_depth_and_flattened_depth_inside_position():
+    head = trained(vr.RoutingHead(**SIZES))
+    hidden = torch.randn(2, 5, 3, 12)
+    x_inp, mask = head.flatten(hidden, torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 1]]))
+    assert x_inp.shape == (2, 15, 12)
+    for position in range(5):
+        for level in range(3):
+            vector = nnf.layer_norm(hidden[:, position, level], (12,))
+            vector = vector * head.normalize.weight[level] + head.normalize.bias[level]
+            torch.testing.assert_close(x_inp[:, position * 3 + level], vector)
+    assert mask.tolist()[1] == [1] * 6 + [0] * 6 + [1] * 3
+
+
+@pytest.mark.parametrize("make", [vr.RoutingHead, vr.RoutingHead.paper])
+@pytest.mark.parametrize("batch", [(), (1,), (2, 3)])
+def test_scores_and_credit_have_the_shapes_promised(make, batch):
+    head = make(**SIZES, **({} if make is vr.RoutingHead else {"n_hid": 5}))
+    hidden = torch.randn(*batch, 7, 3, 12)
+    assert head(hidden).shape == (*batch, 4)
+    scores, credit = head.route(hidden)
+    torch.testing.assert_close(scores, head(hidden))
+    assert credit.dense().shape == (*batch, 21, 4)
+
+
+def test_the_papers_head_has_three_routings_by_way_of_64_vectors():
+    routings = [m for m in vr.RoutingHead.paper(**SIZES).modules() if isinstance(m, vr.VectorRouting)]
+    sizes = [(m.n_inp, m.n_out, m.d_inp, m.d_out, m.n_iters) for m in routings]
+    assert sizes == [(None, 64, 12, 12, 2), (64, 64, 12, 12, 2), (64, 4, 12, 1, 2)]
+    assert not any(isinstance(m, ResidualMLP) for m in vr.RoutingHead.paper(**SIZES).modules())
+
+
+def test_the_default_head_has_two_routings_and_mlps_around_the_first():
+    head = vr.RoutingHead(**SIZES)
+    kinds = [m.module.__class__ if isinstance(m, PerVector) else m.__class__ for m in head.network]
+    assert kinds == [ResidualMLP, vr.VectorRouting, ResidualMLP, vr.VectorRouting]
+    assert head.network[1].n_inp is None
+    assert all(m.implementation == "auto" for m in head.modules() if isinstance(m, vr.VectorRouting))
+
+
+def test_a_fresh_mlp_is_the_identity():
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(ResidualMLP(12, 5)(x), x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [vr.RoutingHead, vr.RoutingHead.paper])
+def test_padding_changes_nothing(make):
+    head = trained(make(**SIZES, n_hid=5)).double()
+    hidden = torch.randn(3, 6, 3, 12, dtype=torch.float64)
+    lengths = [6, 2, 4]
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    padded = torch.where(mask[..., None, None], hidden, torch.nan)
+    scores = head(padded, mask)
+    for k, n_pos in enumerate(lengths):
+        torch.testing.assert_close(scores[k], head(hidden[k, :n_pos]))
+
+
+def test_single_levels_can_be_masked():
+    head = trained(vr.RoutingHead(**SIZES))
+    hidden, mask = torch.randn(2, 6, 3, 12), torch.ones(2, 6, 3, dtype=torch.bool)
+    mask[0, 2, 1] = False
+    scores = head(hidden, mask)
+    changed = hidden.clone()
+    changed[0, 2, 1] = torch.randn(12)
+    torch.testing.assert_close(head(changed, mask), scores)
+    assert (head(changed) - head(hidden))[0].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("make", [vr.RoutingHead, vr.RoutingHead.paper])
+def test_contributions_add_up_to_the_scores(make):
+    head = trained(make(**SIZES, n_hid=5)).double()
+    hidden = torch.randn(2, 6, 3, 12, dtype=torch.float64)
+    mask = torch.arange(6) < torch.tensor([[6], [3]])
+    x_inp, input_mask = head.flatten(hidden, mask)
+    parts = vr.contributions(head.network, x_inp, input_mask=input_mask)
+    torch.testing.assert_close(parts.values.sum(-1) + parts.base, head(hidden, mask))
+    assert parts.values.shape == (2, 4, 18)
+    assert parts.completeness_error.max() < 1e-12
+    assert not parts.values[1, :, 9:].any()
+
+
+def test_gradients_reach_every_parameter():
+    head = trained(vr.RoutingHead(**SIZES))
+    head(torch.randn(2, 5, 3, 12)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in head.parameters())
+
+
+def test_depth_norm_starts_as_plain_normalisation():
+    x = torch.randn(2, 3, 12)
+    torch.testing.assert_close(DepthNorm(3, 12)(x), nnf.layer_norm(x, (12,)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(2, 5, 3, 11),), ValueError, r"\[\.\.\., n_pos, depth=3, d_emb=12\], got \[2, 5, 3, 11"),
+        ((torch.zeros(5, 12),), ValueError, r"hidden_states must be .* got \[5, 12\]"),
+        ((torch.zeros(2, 5, 3, 12).long(),), TypeError, "hidden_states must be a floating-point tensor"),
+        ((torch.zeros(2, 5, 3, 12).double(),), TypeError, "hidden_states must have the dtype of the layer"),
+        ((torch.zeros(2, 5, 3, 12), torch.ones(2, 4)), ValueError, r"input_mask must be \[\.\.\., n_pos\]"),
+        ((torch.zeros(2, 5, 3, 12), torch.ones(2, 5)), TypeError, "input_mask must be a bool or 0/1 integer"),
+        ((torch.zeros(2, 0, 3, 12),), ValueError, "at least one vector"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        vr.RoutingHead(**SIZES)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"n_routings": 1}, "n_routings must be at least 2, got 1"), ({"n_cls": 0}, "n_cls must be a positive")],
+)
+def test_wrong_options(option, message):
+    with pytest.raises(ValueError, match=message):
+        vr.RoutingHead(**SIZES | option)
