@@ -147,6 +147,22 @@ def deep() -> vr.Sequential:
     )
 
 
+def test_sums_of_what_is_partly_masked():
+    per_vector, first, last = vr.PerVector(mlp()), routing(4, 4), routing(4, 2)
+    x_inp, mask = inputs(4, D), torch.tensor([True, False, True, True])  # [i, d], [i]
+    # A routing among the branches: nothing is masked after it, so an unused vector must be zeros in the sum.
+    got = vr.Sequential(vr.Sum(per_vector, first), last)(x_inp, input_mask=mask)
+    close(got, last(per_vector(x_inp).where(mask[:, None], 0.0) + first(x_inp, mask)))
+    # No routing yet: a vector is used if any of those that make it is.
+    x_2, mask_2 = inputs(4, D), torch.tensor([True, False, False, True])  # [i, d], [i]
+    network = vr.Sequential(vr.Sum(per_vector, vr.PerVector(nn.Identity())), last)
+    x_out, phi = network.route((x_inp, x_2), input_mask=(mask, mask_2))
+    x_mid = per_vector(x_inp).where(mask[:, None], 0.0) + x_2.where(mask_2[:, None], 0.0)  # [i, d]
+    expected = last.route(x_mid, input_mask=mask | mask_2)
+    close(x_out, expected.x_out)
+    close(phi.dense(), torch.cat([torch.diag(m.double()) for m in (mask, mask_2)]) @ expected.phi)
+
+
 def test_padding_changes_nothing():
     network = deep()
     x_inp = inputs(5, D)  # [i, d]
@@ -303,6 +319,17 @@ def test_credit_passes_through_what_treats_each_vector_alone(module):
     close(phi.dense(), first.route(module(x_inp)).phi)
 
 
+def test_a_probe_takes_no_random_numbers():
+    network = vr.Sequential(vr.PerVector(nn.Dropout(0.5)), routing(None, 2))
+    x_inp = inputs(6, D)
+    torch.manual_seed(1)
+    network(x_inp)
+    after_forward = torch.get_rng_state()
+    torch.manual_seed(1)
+    network.route(x_inp)
+    assert torch.equal(torch.get_rng_state(), after_forward)
+
+
 def test_nan_of_the_module_itself_is_no_sign_of_mixing():
     first = routing(None, 2)
     x_inp = inputs(100, D).abs() + 1  # [i, d]
@@ -434,6 +461,16 @@ def test_votes_that_mix_inputs():
             (inputs(6, D), None, torch.ones(6, 4, dtype=torch.bool)),
             ValueError,
             "pair_mask needs a routing that sees the inputs, Sequential has none",
+        ),
+        (
+            lambda: vr.Sequential(vr.Sum(vr.PerVector(mlp()), vr.PerVector(mlp())), routing(6, 4)),
+            (
+                (inputs(6, D),) * 2,
+                None,
+                (torch.ones(6, 4, dtype=torch.bool), torch.ones(6, 4, dtype=torch.bool)),
+            ),
+            ValueError,
+            "pair_mask: branches of Sum that do not route cannot have one each",
         ),
     ],
 )

@@ -323,6 +323,15 @@ def test_gates_and_scales_are_held(module):
     assert got.completeness_error.max() <= 1e-12
 
 
+def test_unused_inputs_contribute_nothing_whatever_the_module_makes_of_zeros():
+    network = vr.Sequential(vr.PerVector(lambda x: x / x.norm(dim=-1, keepdim=True)), routing(None, 2))
+    x_inp, mask = randn(6, D), torch.arange(6) < 4  # [i, d], [i]
+    got = vr.contributions(network, x_inp, input_mask=mask)
+    assert got.completeness_error.max() <= 1e-12
+    assert (got.values[..., 4:] == 0).all()
+    close(got.values[..., :4], vr.contributions(network, x_inp[:4]).values)
+
+
 def test_an_activation_is_its_argument_times_a_gate():
     """Checked by hand: GELU(x) = gate(x) x, so the gradient that contributions see is the gate alone."""
     layer = routing(None, 2, d_out=1)

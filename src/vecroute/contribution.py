@@ -117,7 +117,7 @@ def contributions(
         x_out = _run(network, x, at_one, lambda *part: hold(parts, *part))  # [..., j, h]
         check_pair_mask(network, masks)
         target = _select(x_out, output, margin)  # [...]
-        values = _gradient_times_input(target, inputs, units, leaves(masks))  # [..., i]
+        values = _gradient_times_input(target, inputs, units)  # [..., i]
     with torch.no_grad():
         zeros = _map(lambda t, _: torch.zeros_like(t), x, masks)
         at_zero = _with_units(masks, map(torch.zeros_like, units))
@@ -151,9 +151,7 @@ def _run(network: nn.Module, x: Any, masks: Any, part: Callable[..., Tensor]) ->
     return visit(network, x, masks)[0]
 
 
-def _gradient_times_input(
-    target: Tensor, inputs: Sequence[Tensor], units: Sequence[Tensor], masks: Sequence[Masks]
-) -> Tensor:
+def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Sequence[Tensor]) -> Tensor:
     """sum_d x_id (gradient of target)_id, and the gradient of its unit where it has one, [..., i].
 
     One backward pass for each element of the target of one sample.
@@ -171,9 +169,6 @@ def _gradient_times_input(
         row = [(g * x.detach()).sum(-1) for g, x in zip(gradients, inputs, strict=False)]  # [..., i] each
         for position, gradient in enumerate(gradients[len(inputs) :]):
             row[position] = row[position] + gradient  # [..., i]
-        for position, m in enumerate(masks):
-            if m.input_mask is not None:
-                row[position] = row[position].where(m.input_mask, 0.0)  # [..., i]
         rows.append(torch.cat(row, -1))  # [..., i]
     return torch.stack(rows, -2).reshape(*target.shape, -1)  # [..., k, i] as the target is, then i
 
