@@ -73,6 +73,18 @@ def test_smallest_sizes(implementation, size, fixed, masked, nan_filled_memory):
         )
 
 
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_more_outputs_than_a_block_has(implementation, fixed, nan_filled_memory):
+    layer = make(5, 2050, 5, 3, fixed=fixed, implementation=implementation, dtype=torch.float64)
+    x_inp, masks = torch.randn(2, 5, 5).double(), masks_for("pair", (2,), 5, 2050)
+    truth = outcome(twin(layer, torch.float64), x_inp, **masks)
+    for name, value in outcome(layer, x_inp, **masks).items():
+        torch.testing.assert_close(
+            value, truth[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS.keys())
 @pytest.mark.parametrize("n_iters", [1, 2, 5])
 @pytest.mark.parametrize("batch", [(), (1,), (2, 3)], ids=str)
@@ -88,8 +100,8 @@ def test_chunks_batches_and_iterations(implementation, fixed, batch, n_iters, tu
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_dtypes(implementation, fixed, dtype, nan_filled_memory):
-    layer = make(40, 5, 16, 8, fixed=fixed, implementation=implementation, dtype=dtype)
-    assert_layer_as_good(layer, torch.randn(3, 40, 16).to(dtype))
+    layer = make(60, 12, 40, 24, fixed=fixed, implementation=implementation, dtype=dtype)
+    assert_layer_as_good(layer, torch.randn(3, 60, 40).to(dtype))
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])

@@ -22,36 +22,39 @@ def coefficients(p: Problem, chunk: Chunk, c, dot, f: Tensor) -> Tensor:
     return u * f[..., None]  # [b, i, j]
 
 
-def coefficients_backward(p: Problem, chunk: Chunk, c, pairs, f, grad_s, grad_f, grads, fresh) -> Tensor:
-    """Turn pairs [b, i, 2 j], the scores and grad_phi, into the gradient of the scores and phi, in place.
+def coefficients_backward(
+    p: Problem, chunk: Chunk, c, pairs, grad_c, f, grad_s, grad_f, grads, fresh
+) -> None:
+    """Turn pairs [b, i, 2 j], grad_phi and the scores, into phi and the gradient of the scores, in place.
 
-    In the first iteration pairs has grad_phi alone, [b, i, j]. Adds to grad_f [b, i] and to the gradients of
-    the parameters of each pair; returns that of c.
+    In the first iteration pairs has grad_phi alone, [b, i, j]. Fills grad_c, or of a fixed length adds to the
+    gradients of the betas, and adds to grad_f [b, i] and to the gradients of W_S and B_S.
     """
     n_out, f = p.n_out, f[..., None]  # [b, i, 1]
-    dot = pairs[..., :n_out] if pairs.shape[-1] > n_out else None  # [b, i, j]
+    dot = pairs[..., n_out:] if pairs.shape[-1] > n_out else None  # [b, i, j]
     fixed = c is None
     c = betas(p, chunk, f[..., 0]) if fixed else c  # [b, i, 2 j or j]
     u, R, S = unscaled(p, chunk, c, dot)  # [b, i, j]
-    grad_phi = pairs[..., -n_out:] + grad_s[:, None]  # [b, i, j]
+    grad_phi = pairs[..., :n_out] + grad_s[:, None]  # [b, i, j]
     if p.use is not None:
         grad_phi *= use_of(p, chunk)  # [b, i, j]
     grad_f += (u * grad_phi).sum(-1)  # [b, i]
     grad_phi *= f  # [b, i, j]
     flat = R is None
-    grad_c = grad_phi if flat else torch.cat((R * grad_phi, -grad_phi), -1)  # [b, i, 2 j or j]
+    grad_pairs = grad_phi if flat else torch.cat((R * grad_phi, -grad_phi), -1)  # [b, i, 2 j or j], of c
     if dot is not None:
-        R_grad_R = grad_c[..., :n_out] * c[..., :n_out]  # [b, i, j]
+        R_grad_R = grad_pairs[..., :n_out] * c[..., :n_out]  # [b, i, j]
         grad_S = R_grad_R - R * R_grad_R.sum(-1, keepdim=True)  # [b, i, j]
         grad_z = grad_S * -torch.expm1(S)  # [b, i, j]
-        pairs[..., :n_out] = scores_backward(p, chunk, grad_z, dot, grads, fresh)  # [b, i, j]
-    pairs[..., -n_out:] = u * f  # [b, i, j]
+        pairs[..., n_out:] = scores_backward(p, chunk, grad_z, dot, grads, fresh)  # [b, i, j]
+    pairs[..., :n_out] = u * f  # [b, i, j]
     if fixed:
-        grad_use, grad_ign = split_betas(p, grad_c.sum(0), flat)  # [i, j], [i, j]
+        grad_use, grad_ign = split_betas(p, grad_pairs.sum(0), flat)  # [i, j], [i, j]
         fresh &= chunk.samples.start == 0
         add(grads["beta_use"][chunk.rows], grad_use, fresh)
         add(grads["beta_ign"][chunk.rows], grad_ign, fresh)
-    return grad_c
+    else:
+        grad_c.copy_(grad_pairs)
 
 
 def betas(p: Problem, chunk: Chunk, f: Tensor) -> Tensor:

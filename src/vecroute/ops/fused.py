@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.passes import Chunk, use_of
+from vecroute.ops.passes import Chunk, add, use_of
 from vecroute.ops.problem import Problem
 
 
@@ -39,13 +39,13 @@ def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.const
 
 
 @triton.jit
-def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, FIRST: tl.constexpr,
+def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, TILES: tl.constexpr, FIRST: tl.constexpr,
                FIXED: tl.constexpr, MASKED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The greatest S of each row (0 if none is used) and 1 / sum_j exp(S - it) (0 if none is used)."""
     top = tl.full([BLOCK_I, 1], -float("inf"), T)
     total = tl.zeros([BLOCK_I, 1], T)
-    for start in range(0, n_out, BLOCK_J):
-        o_j = start + tl.arange(0, BLOCK_J)[None, :]
+    for tile in range(TILES):
+        o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
         m = m_i & (o_j < n_out)
         S, _, _ = scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST, FIXED, MASKED, T)
         new = tl.maximum(top, tl.max(S, 1)[:, None])
@@ -85,20 +85,23 @@ def coefficients_kernel(
     MASKED: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    TILES: tl.constexpr,  # blocks of outputs; if one, all of it stays in registers
+    VEC: tl.constexpr,  # a divisor of all row strides, which are given in units of it
     T: tl.constexpr,  # what is computed in
 ):  # fmt: skip
     """phi = f (c_sum R - c_ign)."""
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
     b = tl.program_id(1).to(tl.int64)
     m_i = o_i < n_inp
-    o_dot, o_c, o_S = b * dot_b + o_i * dot_i, b * c_b + o_i * c_i, o_i * S_i
+    o_dot, o_c, o_S = (b * dot_b + o_i * dot_i) * VEC, (b * c_b + o_i * c_i) * VEC, o_i * S_i * VEC
     o_use = b * use_b + o_i * use_i
+    p_phi = phi + (b * phi_b + o_i * phi_i) * VEC
     b_f = tl.load(f + b * f_b + o_i, mask=m_i, other=0.0).to(T)
     if not FLAT:
-        top, scale = normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, FIRST, FIXED, MASKED,
+        top, scale = normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED, MASKED,
                                 BLOCK_I, BLOCK_J, T)  # fmt: skip
-    for start in range(0, n_out, BLOCK_J):
-        o_j = start + tl.arange(0, BLOCK_J)[None, :]
+    for tile in range(TILES):
+        o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
         m = m_i & (o_j < n_out)
         if FLAT:
             u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
@@ -110,7 +113,7 @@ def coefficients_kernel(
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
             u = tl.where(m_used, b_sum * (tl.exp(S - top) * scale) - b_ign, 0.0)
-        tl.store(phi + b * phi_b + o_i * phi_i + o_j, (u * b_f).to(phi.dtype.element_ty), mask=m)
+        tl.store(p_phi + o_j, u * b_f, mask=m)
 
 
 @triton.jit
@@ -123,16 +126,15 @@ def add_to(pointer, value, mask, fresh, T: tl.constexpr):
 
 @triton.jit
 def coefficients_backward_kernel(
-    pairs,  # [b, i, 2 j] dot and grad_phi, turned into the gradient of dot and phi; where FIRST [b, i, j]
+    pairs,  # [b, i, 2 j] grad_phi and dot, turned into phi and the gradient of dot; where FIRST [b, i, j]
     c_sum, c_ign, W_S, B_S, use, f,  # as above
     grad_s,  # [b, j]
     grad_f,  # [b, i], added to
-    grad_sum,  # [b, i, j]: of c_sum, or where FIXED of beta_use [i, j]; where FLAT of the flat c
+    grad_sum,  # [b, i, j] of c_sum, or where FIXED of beta_use; where FLAT of the flat c
     grad_ign,  # the same of c_ign
-    grad_W_S,  # [i, j] where FIXED
-    grad_B_S,  # [i, j] where FIXED
-    fresh,  # whether the gradients of the parameters are stored instead of added to
-    n_batch,
+    grad_W_S,  # [b, i, j] where FIXED
+    grad_B_S,  # [b, i, j] where FIXED
+    fresh,  # whether the gradients are stored instead of added to, where FIXED
     n_inp,
     n_out,
     pairs_b, pairs_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, grad_s_b, grad_f_b, grad_c_b, grad_c_i,
@@ -142,80 +144,73 @@ def coefficients_backward_kernel(
     MASKED: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    T: tl.constexpr,  # what is computed in
+    TILES: tl.constexpr,  # as above
+    VEC: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``coefficients_kernel``; where FIXED a program sums over the batch, else it has one sample."""
+    """The gradient of ``coefficients_kernel``."""
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
+    b = tl.program_id(1).to(tl.int64)
     m_i = o_i < n_inp
-    o_S = o_i * S_i
-    first_b = tl.program_id(1).to(tl.int64)
-    last_b = first_b + 1
-    if FIXED:
-        last_b = first_b + n_batch
-    for b in range(first_b, last_b):
-        keep = fresh
-        if FIXED:
-            keep = tl.where(b == 0, fresh, 0)
-        o_pairs, o_c, o_use = b * pairs_b + o_i * pairs_i, b * c_b + o_i * c_i, b * use_b + o_i * use_i
-        o_grad_c = b * grad_c_b + o_i * grad_c_i
-        p_grad_phi = pairs + o_pairs
-        if not FIRST:
-            p_grad_phi += n_out
-        b_f = tl.load(f + b * f_b + o_i, mask=m_i, other=0.0).to(T)
-        if not FLAT:
-            top, scale = normaliser(pairs, W_S, B_S, use, o_pairs, o_S, o_use, use_j, m_i, n_out, FIRST, FIXED,
-                                    MASKED, BLOCK_I, BLOCK_J, T)  # fmt: skip
-        # Once over j for what needs a sum over j: grad_f, and sum_j R grad_R for the softmax.
-        sum_f = tl.zeros([BLOCK_I, 1], T)
-        sum_R = tl.zeros([BLOCK_I, 1], T)
-        for start in range(0, n_out, BLOCK_J):
-            o_j = start + tl.arange(0, BLOCK_J)[None, :]
+    o_pairs, o_c, o_S = (b * pairs_b + o_i * pairs_i) * VEC, (b * c_b + o_i * c_i) * VEC, o_i * S_i * VEC
+    o_grad_c, o_use = (b * grad_c_b + o_i * grad_c_i) * VEC, b * use_b + o_i * use_i
+    o_dot = o_pairs + n_out // VEC * VEC
+    b_f = tl.load(f + b * f_b + o_i, mask=m_i, other=0.0).to(T)
+    if not FLAT:
+        top, scale = normaliser(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED,
+                                MASKED, BLOCK_I, BLOCK_J, T)  # fmt: skip
+    # Once over j for what needs a sum over j: grad_f, and sum_j R grad_R for the softmax.
+    sum_f = tl.zeros([BLOCK_I, 1], T)
+    sum_R = tl.zeros([BLOCK_I, 1], T)
+    for tile in range(TILES):
+        o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
+        m = m_i & (o_j < n_out)
+        grad_phi = tl.load(pairs + o_pairs + o_j, mask=m, other=0.0).to(T)
+        grad_phi += tl.load(grad_s + b * grad_s_b + o_j, mask=o_j < n_out, other=0.0).to(T)
+        if FLAT:
+            u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
+            if MASKED:
+                used = tl.load(use + o_use + o_j * use_j, mask=m, other=0) != 0
+                u, grad_phi = tl.where(used, u, 0.0), tl.where(used, grad_phi, 0.0)
+            tl.store(pairs + o_pairs + o_j, u * b_f, mask=m)
+            tl.store(grad_sum + o_grad_c + o_j, grad_phi * b_f, mask=m)
+        else:
+            S, _, m_used = scores(
+                pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
+            )
+            b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
+            R = tl.exp(S - top) * scale
+            grad_phi = tl.where(m_used, grad_phi, 0.0)
+            u = tl.where(m_used, b_sum * R - b_ign, 0.0)
+            sum_R += tl.sum(R * b_sum * grad_phi * b_f, 1)[:, None]
+        sum_f += tl.sum(tl.where(m, u * grad_phi, 0.0), 1)[:, None]
+    if not FLAT:
+        for tile in range(TILES):
+            o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
             m = m_i & (o_j < n_out)
-            grad_phi = tl.load(p_grad_phi + o_j, mask=m, other=0.0).to(T)
+            S, b_dot, m_used = scores(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED,
+                                      T)  # fmt: skip
+            b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
+            R = tl.exp(S - top) * scale
+            grad_phi = tl.load(pairs + o_pairs + o_j, mask=m, other=0.0).to(T)
             grad_phi += tl.load(grad_s + b * grad_s_b + o_j, mask=o_j < n_out, other=0.0).to(T)
-            if FLAT:
-                u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
-                if MASKED:
-                    used = tl.load(use + o_use + o_j * use_j, mask=m, other=0) != 0
-                    u, grad_phi = tl.where(used, u, 0.0), tl.where(used, grad_phi, 0.0)
-                tl.store(pairs + o_pairs + o_j, (u * b_f).to(pairs.dtype.element_ty), mask=m)
-                tl.store(grad_sum + o_grad_c + o_j, grad_phi * b_f, mask=m)
+            grad_phi = tl.where(m_used, grad_phi * b_f, 0.0)
+            if FIXED:
+                add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
+                add_to(grad_ign + o_grad_c + o_j, (R - 1.0) * grad_phi, m, fresh, T)
             else:
-                S, _, m_used = scores(pairs, W_S, B_S, use, o_pairs, o_S, o_use, use_j, o_j, m, FIRST, FIXED,
-                                      MASKED, T)  # fmt: skip
-                b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
-                R = tl.exp(S - top) * scale
-                grad_phi = tl.where(m_used, grad_phi, 0.0)
-                u = tl.where(m_used, b_sum * R - b_ign, 0.0)
-                sum_R += tl.sum(R * b_sum * grad_phi * b_f, 1)[:, None]
-            sum_f += tl.sum(tl.where(m, u * grad_phi, 0.0), 1)[:, None]
-        add_to(grad_f + b * grad_f_b + o_i, sum_f, m_i, 0, T)
-        if not FLAT:
-            for start in range(0, n_out, BLOCK_J):
-                o_j = start + tl.arange(0, BLOCK_J)[None, :]
-                m = m_i & (o_j < n_out)
-                S, b_dot, m_used = scores(pairs, W_S, B_S, use, o_pairs, o_S, o_use, use_j, o_j, m, FIRST, FIXED,
-                                          MASKED, T)  # fmt: skip
-                b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
-                R = tl.exp(S - top) * scale
-                grad_phi = tl.load(p_grad_phi + o_j, mask=m, other=0.0).to(T)
-                grad_phi += tl.load(grad_s + b * grad_s_b + o_j, mask=o_j < n_out, other=0.0).to(T)
-                grad_phi = tl.where(m_used, grad_phi * b_f, 0.0)
+                tl.store(grad_sum + o_grad_c + o_j, R * grad_phi, mask=m)
+                tl.store(grad_ign + o_grad_c + o_j, -grad_phi, mask=m)
+            if not FIRST:
+                grad_z = R * (b_sum * grad_phi - sum_R) * (1.0 - tl.exp(S))
                 if FIXED:
-                    add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, keep, T)
-                    add_to(grad_ign + o_grad_c + o_j, (R - 1.0) * grad_phi, m, keep, T)
-                else:
-                    tl.store(grad_sum + o_grad_c + o_j, R * grad_phi, mask=m)
-                    tl.store(grad_ign + o_grad_c + o_j, -grad_phi, mask=m)
-                if not FIRST:
-                    grad_z = R * (b_sum * grad_phi - sum_R) * (1.0 - tl.exp(S))
-                    if FIXED:
-                        add_to(grad_W_S + o_S + o_j, grad_z * b_dot, m, keep, T)
-                        add_to(grad_B_S + o_S + o_j, grad_z, m, keep, T)
-                        grad_z *= tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(T)
-                    tl.store(pairs + o_pairs + o_j, grad_z, mask=m)
-                u = tl.where(m_used, b_sum * R - b_ign, 0.0)
-                tl.store(p_grad_phi + o_j, (u * b_f).to(pairs.dtype.element_ty), mask=m)
+                    add_to(grad_W_S + o_grad_c + o_j, grad_z * b_dot, m, fresh, T)
+                    add_to(grad_B_S + o_grad_c + o_j, grad_z, m, fresh, T)
+                    grad_z *= tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(T)
+                tl.store(pairs + o_dot + o_j, grad_z, mask=m)
+            tl.store(pairs + o_pairs + o_j, tl.where(m_used, b_sum * R - b_ign, 0.0) * b_f, mask=m)
+    # Last, so that with one tile nothing that was loaded need be loaded again.
+    add_to(grad_f + b * grad_f_b + o_i, sum_f, m_i, 0, T)
 
 
 @triton.jit
@@ -264,72 +259,81 @@ def triton_dtype(p: Problem) -> tl.dtype:
 
 
 def blocks_of_pairs(n_out: int) -> dict[str, int]:
-    """Rows and outputs of a block: all outputs at once if they are few."""
-    block_j = min(triton.next_power_of_2(n_out), 1024)
-    return {"BLOCK_I": max(1, 2048 // block_j), "BLOCK_J": block_j, "num_warps": 4}
+    """Rows and outputs of a block: all outputs at once if they are not very many."""
+    block_j = min(triton.next_power_of_2(n_out), 2048)
+    tiles = triton.cdiv(n_out, block_j)
+    return {"BLOCK_I": max(1, 1024 // block_j), "BLOCK_J": block_j, "TILES": tiles, "num_warps": 4}
 
 
-def pair_arguments(p: Problem, chunk: Chunk, c, f: Tensor, first: bool) -> dict:
-    """What both kernels over pairs take alike."""
+def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
+    """Row strides in units of 4 elements where they and n_out allow it: then 16 bytes are loaded at once."""
+    vec = 1 if n_out % 4 or any(stride % 4 for stride in strides.values()) else 4
+    return {"VEC": vec, **{name: stride // vec for name, stride in strides.items()}}
+
+
+def pair_arguments(p: Problem, chunk: Chunk, c, f: Tensor, first: bool, strides: dict[str, int]) -> dict:
+    """What both kernels over pairs take alike, and the given strides."""
     b, i = f.shape
     fixed, flat = c is None, c is not None and c.shape[-1] == p.n_out
     if fixed:
         c_sum, c_ign = p.w.beta_use[chunk.rows], p.w.beta_ign[chunk.rows]  # [i, j]
-        W_S, B_S, c_b, c_i = p.w.W_S[chunk.rows], p.w.B_S[chunk.rows], 0, p.n_out
+        W_S, B_S = p.w.W_S[chunk.rows], p.w.B_S[chunk.rows]  # [i, j]
+        strides |= {"c_b": 0, "c_i": p.n_out, "S_i": p.n_out}
     else:
         c_sum, c_ign = c, c if flat else c[..., p.n_out :]  # [b, i, j]
-        W_S, B_S, (c_b, c_i, _) = p.w.W_S, p.w.B_S, c.stride()
+        W_S, B_S = p.w.W_S, p.w.B_S  # [1, j]
+        strides |= {"c_b": c.stride(0), "c_i": c.stride(1), "S_i": 0}
     use, use_strides = f, (0, 0, 0)
     if p.use is not None:
         use = use_of(p, chunk).view(torch.uint8).expand(b, i, p.n_out)  # [b, i, j]
         use_strides = use.stride()
     return {
         "c_sum": c_sum, "c_ign": c_ign, "W_S": W_S, "B_S": B_S, "use": use, "f": f, "n_inp": i, "n_out": p.n_out,
-        "c_b": c_b, "c_i": c_i, "S_i": p.n_out if fixed else 0, "f_b": f.stride(0),
+        "f_b": f.stride(0),
         "use_b": use_strides[0], "use_i": use_strides[1], "use_j": use_strides[2],
         "FIRST": first, "FIXED": fixed, "FLAT": flat, "MASKED": p.use is not None, **blocks_of_pairs(p.n_out),
-        "T": triton_dtype(p),
+        "T": triton_dtype(p), **in_units(strides, p.n_out),
     }  # fmt: skip
 
 
 def coefficients(p: Problem, chunk: Chunk, c, dot, f: Tensor) -> Tensor:
     """As ``chunked.coefficients``; dot is overwritten."""
-    shared = pair_arguments(p, chunk, c, f, dot is None)
     phi = f.new_empty(*f.shape, p.n_out) if dot is None else dot  # [b, i, j]
-    dot = phi if dot is None else dot
-    grid = triton.cdiv(f.shape[1], shared["BLOCK_I"]), f.shape[0]
-    coefficients_kernel[grid](
-        dot=dot, phi=phi, dot_b=dot.stride(0), dot_i=dot.stride(1), phi_b=phi.stride(0), phi_i=phi.stride(1),
-        **shared,
-    )  # fmt: skip
+    strides = {"dot_b": phi.stride(0), "dot_i": phi.stride(1), "phi_b": phi.stride(0), "phi_i": phi.stride(1)}
+    arguments = pair_arguments(p, chunk, c, f, dot is None, strides)
+    coefficients_kernel[triton.cdiv(f.shape[1], arguments["BLOCK_I"]), f.shape[0]](
+        dot=phi, phi=phi, **arguments
+    )
     return phi
 
 
 def coefficients_backward(
-    p: Problem, chunk: Chunk, c, pairs, f, grad_s, grad_f, grads, fresh
-) -> Tensor | None:
+    p: Problem, chunk: Chunk, c, pairs, grad_c, f, grad_s, grad_f, grads, fresh
+) -> None:
     """As ``chunked.coefficients_backward``."""
-    first = pairs.shape[-1] == p.n_out
-    shared = pair_arguments(p, chunk, c, f, first)
-    grad_c, grad_W_S, grad_B_S = None, f, f
-    if c is None:
-        grad_sum, grad_ign = grads["beta_use"][chunk.rows], grads["beta_ign"][chunk.rows]  # [i, j]
-        grad_W_S, grad_B_S = grads["W_S"][chunk.rows], grads["B_S"][chunk.rows]  # [i, j]
-        grad_c_b, grad_c_i = 0, p.n_out
+    n_out, (b, i), first = p.n_out, f.shape, pairs.shape[-1] == p.n_out
+    names = ("beta_use", "beta_ign") if first else ("beta_use", "beta_ign", "W_S", "B_S")
+    fresh = fresh and chunk.samples.start == 0
+    if c is not None:
+        of_pairs = [grad_c, grad_c if c.shape[-1] == n_out else grad_c[..., n_out:]]  # [b, i, j] each
+    elif b == 1:
+        of_pairs = [grads[name][None, chunk.rows] for name in names]  # [1, i, j] each
     else:
-        grad_c = pairs.new_empty(c.shape)  # [b, i, 2 j or j]
-        grad_sum, grad_ign = grad_c, grad_c if shared["FLAT"] else grad_c[..., p.n_out :]
-        grad_c_b, grad_c_i, _ = grad_c.stride()
-    grid = triton.cdiv(f.shape[1], shared["BLOCK_I"]), 1 if c is None else f.shape[0]
-    coefficients_backward_kernel[grid](
-        pairs=pairs, grad_s=grad_s, grad_f=grad_f, grad_sum=grad_sum, grad_ign=grad_ign, grad_W_S=grad_W_S,
-        grad_B_S=grad_B_S, fresh=int(fresh and chunk.samples.start == 0), n_batch=f.shape[0],
-        pairs_b=pairs.stride(0), pairs_i=pairs.stride(1), grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0),
-        grad_c_b=grad_c_b, grad_c_i=grad_c_i, **shared,
+        # One part per sample, summed below: no two programs write to one place.
+        of_pairs = list(f.new_empty(len(names), b, i, n_out))  # [b, i, j] each
+    strides = {"grad_c_b": of_pairs[0].stride(0), "grad_c_i": of_pairs[0].stride(1)}
+    strides |= {"pairs_b": pairs.stride(0), "pairs_i": pairs.stride(1)}
+    arguments = pair_arguments(p, chunk, c, f, first, strides)
+    coefficients_backward_kernel[triton.cdiv(i, arguments["BLOCK_I"]), b](
+        pairs=pairs, grad_s=grad_s, grad_f=grad_f, grad_sum=of_pairs[0], grad_ign=of_pairs[1],
+        grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1], fresh=int(fresh or b > 1),
+        grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0), **arguments,
     )  # fmt: skip
+    if c is None and b > 1:
+        for name, part in zip(names, of_pairs, strict=True):
+            add(grads[name][chunk.rows], part.sum(0), fresh)  # [i, j]
     if c is not None and not first:
-        grads["B_S"] += pairs[..., : p.n_out].sum((0, 1))[None]  # [1, j]
-    return grad_c
+        grads["B_S"] += pairs[..., n_out:].sum((0, 1))[None]  # [1, j]
 
 
 def activations(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:
@@ -339,18 +343,8 @@ def activations(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:
     W_A, B_A = p.w.W_A[chunk.rows], p.w.B_A[chunk.rows]  # [i, d], [i]
     block = {"BLOCK_I": 4, "BLOCK_D": min(triton.next_power_of_2(d), 1024), "T": triton_dtype(p)}
     activations_kernel[triton.cdiv(i, block["BLOCK_I"]), b](
-        x,
-        W_A,
-        B_A,
-        p.sqrt_n_inp[chunk.samples],
-        a_inp,
-        i,
-        d,
-        x.stride(0),
-        x.stride(1),
-        W_A.stride(0),
-        **block,
-    )
+        x, W_A, B_A, p.sqrt_n_inp[chunk.samples], a_inp, i, d, *x.stride(), W_A.stride(0), **block
+    )  # fmt: skip
     return a_inp
 
 
@@ -365,7 +359,4 @@ def activations_backward(p: Problem, x: Tensor, grad_a: Tensor, chunk: Chunk, gr
         x, W_A, scaled, out, grad_W_A, b, i, d, *x.stride(), W_A.stride(0), *out.stride(), grad_W_A.stride(0),
         int(fresh), GRAD_X=grad_x is not None, **block,
     )  # fmt: skip
-    if fresh:
-        grads["B_A"][chunk.rows] = grad_a.sum(0)  # [i]
-    else:
-        grads["B_A"][chunk.rows] += grad_a.sum(0)  # [i]
+    add(grads["B_A"][chunk.rows], grad_a.sum(0), fresh)  # [i]

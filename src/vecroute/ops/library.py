@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,10 +15,9 @@ from vecroute.ops.problem import Problem, Tuning
 
 def problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation) -> Problem:
     """Gather the flat arguments of the operators."""
-    pairs = import_module(f"vecroute.ops.{implementation}")
     betas = weights[10:]  # two parameters, or four from which they are computed
     w = Weights(*weights[:10], *(betas if len(betas) == 2 else (None, None, *betas)))
-    return Problem(x_inp, w, use, sqrt_n_inp, cu_seqlens, prior, rounded, Tuning(*tuning), pairs)
+    return Problem(x_inp, w, use, sqrt_n_inp, cu_seqlens, prior, rounded, Tuning(*tuning), implementation)
 
 
 @torch.library.custom_op("vecroute::loop", mutates_args=())
@@ -39,8 +38,23 @@ def loop_op(
     """x_out [b, j, h], phi [b, i, j] of the given outputs (None for all), what the backward pass needs."""
     p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
     phi = x_inp.new_empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs), dtype=p.dtype)  # [b, i, j]
-    x_out, *saved = loop.forward(p, n_iters, phi if need_phi else None, outputs)
+    with tf32_under_autocast(p):
+        x_out, *saved = loop.forward(p, n_iters, phi if need_phi else None, outputs)
     return x_out, phi, *saved
+
+
+@contextmanager
+def tf32_under_autocast(p: Problem):
+    """Where autocast asks for products in half precision of a float32 x_inp on a GPU, let them be tf32."""
+    if p.x_inp.is_cuda and p.x_inp.dtype == torch.float32 != p.rounded:
+        before = torch.backends.cuda.matmul.fp32_precision
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before
+    else:
+        yield
 
 
 def n_columns(p: Problem, need_phi: bool, outputs: Sequence[int] | None) -> int:
@@ -82,7 +96,8 @@ def loop_backward_op(
 ) -> list[Tensor]:
     """Gradients of x_inp (empty if not needed) and of the weights."""
     p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
-    grad_x, grads = loop.backward(p, grad_x_out, y, s, f_a_inp, kept, need_grad_x)
+    with tf32_under_autocast(p):
+        grad_x, grads = loop.backward(p, grad_x_out, y, s, f_a_inp, kept, need_grad_x)
     small = [grads[name].to(w.dtype) for name, w in p.w._asdict().items() if w is not None]
     return [x_inp.new_empty(0) if grad_x is None else grad_x, *small]
 
@@ -177,9 +192,10 @@ def route_streamed(
         phi = phi.detach().view(*x_inp.shape[:-1], phi.shape[-1])  # [..., i, j]
     else:
         phi = phi_out
-        with torch.no_grad():
+        p = problem(*arguments)
+        with torch.no_grad(), tf32_under_autocast(p):
             view = phi_out.view(*x.shape[:2], phi_out.shape[-1])  # [b, i, j]
-            x_out, *_ = loop.forward(problem(*arguments), n_iters, view, outputs)
+            x_out, *_ = loop.forward(p, n_iters, view, outputs)
     if cu_seqlens is None:
         x_out = x_out.reshape(*batch, *x_out.shape[1:])  # [..., j, h]
     return x_out, phi if need_phi else None

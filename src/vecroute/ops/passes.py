@@ -46,10 +46,7 @@ def rows_of_a_chunk(p: Problem) -> int:
     """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
-    row = 2 * p.n_out * p.dtype.itemsize
-    if operand_dtype(p) != p.x_inp.dtype:
-        row += p.x_inp.shape[-1] * p.rounded.itemsize  # a rounded copy of x_inp
-    return max(1024, 2**27 // row)
+    return max(1024, 2**27 // (2 * p.n_out * p.dtype.itemsize))
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
@@ -93,33 +90,43 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad
     """Gradient of one iteration: adds to grad_x, grad_f and grads, and returns grad_x_hat [b, j, d].
 
     A fresh pass, the first of a backward, writes the large gradients (those with an i) instead of adding.
+    The gradients of all that x_inp is multiplied with, and phi, which belongs to grad_y, stand side by side in
+    ``pairs``: one product with x_inp sums them over i, one with the matrices themselves, ``M``, gives grad_x.
     """
-    columns = Columns(p, x_hat is None, kept, filling=False)
+    first, n_out = x_hat is None, p.n_out
+    columns = Columns(p, first, kept, filling=False)
     x_hat_S = scores_matrix(p, x_hat)  # [b, j, d]
-    # One product with x gives the scores and grad_phi, one with the same matrix their part of grad_x.
-    both = grad_y if x_hat_S is None else torch.cat((x_hat_S, grad_y), dim=-2)  # [b, 2 j, d]
-    grad_x_hat_S = torch.zeros_like(grad_y)  # [b, j, d]
+    both = grad_y if first else torch.cat((grad_y, x_hat_S), dim=-2)  # [b, 2 j, d]
+    n_both = both.shape[1]
+    M = torch.cat((both, columns.rows.expand(len(both), -1, -1)), 1) if p.variable else both  # [b, q, d]
+    grad_M = torch.zeros_like(M[:, n_out:])  # [b, q - j, d]
     for chunk in chunks(p):
         at = chunk.batch, chunk.rows
-        x = inputs(p, chunk)  # [b, i, d]
+        x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
         c, _ = columns(x, chunk)  # [b, i, 2 j or j]
-        pairs = product(p, x, both[chunk.samples].mT)  # [b, i, 2 j], the scores and grad_phi
-        grad_c = p.pairs.coefficients_backward(
-            p, chunk, c, pairs, f_a_inp[at], grad_s[chunk.samples], grad_f[at], grads, fresh
-        )  # [b, i, 2 j or j]; pairs is now the gradient of the scores, and phi
-        if x_hat is not None:
-            accumulate(p, grad_x_hat_S[chunk.samples], pairs[..., : p.n_out].mT, x)  # [b, j, d]
+        pairs = f.new_empty(*f.shape, M.shape[1])  # [b, i, q]
+        product(p, x, both[chunk.samples].mT, out=pairs[..., :n_both])  # [b, i, 2 j], grad_phi and the scores
+        grad_c = pairs[..., n_both : n_both + c.shape[-1]] if p.variable else None  # [b, i, 2 j or j]
+        p.pairs.coefficients_backward(
+            p, chunk, c, pairs[..., :n_both], grad_c, f, grad_s[chunk.samples], grad_f[at], grads, fresh
+        )  # pairs is now phi and the gradient of the scores and of c
+        if first:
+            grad_a = grad_f[at] * f * (1 - f)  # [b, i]
+            if p.variable:
+                pairs[..., n_both + c.shape[-1] :] = 0
+                pairs[..., n_both + c.shape[-1]] = grad_a / p.sqrt_n_inp[chunk.samples]
+                grads["B_A"] += grad_a.sum()  # [1]
         if grad_x is not None:
-            accumulate(p, grad_x[at], pairs, both[chunk.samples], fresh)  # [b, i, d]
-        grad_a = None
-        if x_hat is None:
-            grad_a = grad_f[at] * f_a_inp[at] * (1 - f_a_inp[at])  # [b, i]
-            if not p.variable:
-                p.pairs.activations_backward(p, x, grad_a, chunk, grad_x, grads)
+            accumulate(p, grad_x[at], pairs, M[chunk.samples], fresh)  # [b, i, d]
+        if grad_M.shape[1]:
+            accumulate(p, grad_M[chunk.samples], pairs[..., n_out:].mT, x)  # [b, q - j, d]
+        if first and not p.variable:
+            p.pairs.activations_backward(p, x, grad_a, chunk, grad_x, grads)
         if p.variable:
-            columns.backward(x, grad_c, grad_a, chunk, None if grad_x is None else grad_x[at])
-    columns.finish(grads)
-    if x_hat is None or not p.variable:
+            columns.grad_B += grad_c.sum((0, 1))  # [2 j or j]
+    columns.finish(grad_M[:, n_both - n_out :].sum(0), grads)
+    grad_x_hat_S = grad_M[:, : n_both - n_out]  # [b, j, d]
+    if first or not p.variable:
         return grad_x_hat_S
     grads["W_S"] += (grad_x_hat_S * x_hat).sum((0, 2))[None]  # [1, j]
     return grad_x_hat_S * p.w.W_S.mT  # [b, j, d]
@@ -146,15 +153,16 @@ def use_of(p: Problem, chunk: Chunk) -> Tensor:
     return p.use[chunk.batch if len(p.use) > 1 else slice(None), chunk.rows]
 
 
-def product(p: Problem, a: Tensor, b: Tensor) -> Tensor:
+def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Batched a @ b in p.dtype, its operands rounded where that is faster; b may be shared, [d, j]."""
     rounded = operand_dtype(p)
     a, b = a.to(rounded), b.to(rounded)
     if b.dim() == 2:
         return product(p, a.reshape(1, -1, a.shape[-1]), b[None]).view(*a.shape[:-1], b.shape[-1])
-    if rounded != p.dtype and a.is_cuda:
-        return torch.bmm(a, b, out_dtype=p.dtype)
-    return torch.bmm(a, b).to(p.dtype)
+    if rounded == p.dtype:
+        return torch.bmm(a, b, out=out)
+    result = torch.bmm(a, b, out_dtype=p.dtype) if a.is_cuda else torch.bmm(a, b).to(p.dtype)
+    return result if out is None else out.copy_(result)
 
 
 def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
@@ -174,10 +182,14 @@ def add(out: Tensor, value: Tensor, fresh: bool) -> None:
 
 
 def operand_dtype(p: Problem) -> torch.dtype:
-    """The dtype of the operands of large products: on a CPU float16 is neither fast nor wide enough."""
-    if p.rounded == torch.float16 and p.x_inp.device.type == "cpu":
-        return p.dtype
-    return p.rounded
+    """The dtype of the operands of large products.
+
+    On a CPU float16 is neither fast nor wide enough. On a GPU a float32 x_inp is not copied to be rounded:
+    tf32 products take it as it is, and round less than autocast would.
+    """
+    if p.x_inp.device.type == "cpu":
+        return p.dtype if p.rounded == torch.float16 else p.rounded
+    return p.dtype if p.x_inp.dtype == p.dtype else p.rounded
 
 
 class Columns:
@@ -198,13 +210,13 @@ class Columns:
         w, dtype = p.w, p.dtype
         W = torch.cat((w.W_use + w.W_ign, w.W_ign), 1).to(dtype)  # [d, 2 j]
         B = torch.cat((w.B_use + w.B_ign, w.B_ign)).to(dtype)  # [2 j]
-        self.W_c, self.B_c = (self._flatten(W), self._flatten(B)) if self.flat else (W, B)
+        W_c, B_c = (self._flatten(W), self._flatten(B)) if self.flat else (W, B)  # [d, 2 j or j], [2 j or j]
+        self.grad_B = torch.zeros_like(B_c)  # [2 j or j]
         # While c is kept it is computed whole; its gradient needs the flat combination alone.
-        self.W, self.B = (W, B) if self.filling else (self.W_c, self.B_c)
+        self.W, self.B = (W, B) if self.filling else (W_c, B_c)
         if first:
-            self.W, self.W_c = (torch.cat((t, self._activation_columns(t)), 1) for t in (self.W, self.W_c))
-        self.grad_W = torch.zeros_like(self.W_c)  # [d, 2 j or j, and the activations]
-        self.grad_B = torch.zeros_like(self.W_c[0])  # [2 j or j, and the activations]
+            self.W, W_c = (torch.cat((t, self._activation_columns(t)), 1) for t in (self.W, W_c))
+        self.rows = W_c.mT[None]  # [1, q, d]
 
     def _flatten(self, c: Tensor) -> Tensor:
         c_sum, c_ign = c.chunk(2, -1)  # [..., j], [..., j]
@@ -231,33 +243,17 @@ class Columns:
             c = self._flatten(c) if self.flat else c
         return c, a_inp
 
-    def backward(self, x: Tensor, grad_c: Tensor, grad_a, chunk: Chunk, grad_x) -> None:
-        """Add what grad_c [b, i, 2 j or j] and grad_a [b, i] bring to grad_x, and sum the other gradients."""
-        p, k = self.p, grad_c.shape[-1]
-        if grad_a is not None:
-            columns = grad_c.new_zeros(*grad_c.shape[:2], self.W_c.shape[1])  # [b, i, ...]
-            columns[..., :k] = grad_c
-            columns[..., k] = grad_a / p.sqrt_n_inp[chunk.samples]
-            self.grad_B[k] += grad_a.sum()
-            grad_c = columns
-        if grad_x is not None:
-            grad_x += product(p, grad_c, self.W_c.mT)  # [b, i, d]
-        rows, grad_rows = x.reshape(1, -1, x.shape[-1]), grad_c.reshape(1, -1, grad_c.shape[-1])
-        accumulate(p, self.grad_W[None], rows.mT, grad_rows)  # [d, ...]
-        self.grad_B[:k] += grad_c[..., :k].sum((0, 1))  # [2 j or j]
-
-    def finish(self, grads) -> None:
-        """Hand over the gradients that were summed over the chunks."""
+    def finish(self, grad_rows: Tensor, grads) -> None:
+        """Hand over the gradients: grad_rows [q, d] and, summed over the chunks, grad_B."""
         if not self.p.variable:
             return
-        k = len(self.B_c)
-        for name, grad in (("W", self.grad_W[:, :k]), ("B", self.grad_B[:k])):
+        k = len(self.grad_B)
+        for name, grad in (("W", grad_rows[:k].mT), ("B", self.grad_B)):
             grad_use, grad_ign = split_betas(self.p, grad, self.flat)
             grads[f"{name}_use"] += grad_use
             grads[f"{name}_ign"] += grad_ign
         if self.first:
-            grads["W_A"] += self.grad_W[None, :, k]  # [1, d]
-            grads["B_A"] += self.grad_B[k]  # [1]
+            grads["W_A"] += grad_rows[None, k]  # [1, d]
 
 
 def split_betas(p: Problem, grad_c: Tensor, flat: bool) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
@@ -33,7 +34,12 @@ class Problem:
     prior: float
     rounded: torch.dtype  # of the operands of products
     tuning: Tuning
-    pairs: ModuleType  # chunked or fused: what is done to each pair i, j
+    implementation: str
+
+    @cached_property
+    def pairs(self) -> ModuleType:
+        """What is done to each pair i, j, as ``passes`` takes it: ``chunked`` or ``fused``."""
+        return import_module(f"vecroute.ops.{self.implementation}")
 
     @property
     def dtype(self) -> torch.dtype:
