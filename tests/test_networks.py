@@ -117,7 +117,7 @@ def test_efficient_votes():
 
 
 def test_efficient_prediction():
-    G, x_out = PREDICTIONS["efficient"], torch.randn(2, N_OUT, D_OUT, **ONE)
+    G, x_out = PREDICTIONS["efficient"](), torch.randn(2, N_OUT, D_OUT, **ONE)
     with torch.no_grad():
         G.B_G2.normal_()
     variance, mean = torch.var_mean(x_out, -1, correction=0, keepdim=True)
