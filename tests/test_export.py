@@ -67,6 +67,17 @@ def test_compile_route_of_a_fixed_layer_for_every_batch(kind):
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_compile_under_autocast(kind):
+    torch.compiler.reset()
+    layer, x = make(kind), inputs()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, expected = compiled(*x), layer(*x)
+    assert not torch.equal(expected.float(), layer(*x))
+    torch.testing.assert_close(got, expected)
+
+
 class Everything(nn.Module):
     """All that a layer returns, as a flat tuple: what an exported graph has as outputs."""
 

@@ -171,7 +171,9 @@ def test_autocast_is_near_float64_forward_and_backward(kind, dtype):
     truth = exact(x_inp.double(), *masks)
     with torch.autocast("cpu", dtype=dtype):
         x_out = layer(x_inp, *masks)
-    assert not torch.equal(x_out.float(), layer(x_inp, *masks))
+    # On a CPU the streamed loop keeps float32 where float16 would gain nothing.
+    exempt = kind == "auto" and dtype == torch.float16
+    assert exempt or not torch.equal(x_out.float(), layer(x_inp, *masks))
     assert (x_out.double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm()
     for parameter, expected in zip(gradients(layer, x_out), gradients(exact, truth), strict=True):
         assert parameter.dtype == torch.float32
@@ -201,6 +203,14 @@ class TestAutocastKeepsFloat32:
             x_out, phi = layer.route(torch.randn(1, D_INP).expand(5000, -1))
         s = phi.double().sum(0)  # [j]
         torch.testing.assert_close(x_out.double(), s[:, None] * layer.B_F2.double(), rtol=1e-5, atol=0)
+
+    def test_where_half_precision_has_not_the_range(self, implementation, dtype):
+        layer, x_inp = make(implementation), 1e3 * torch.randn(2000, D_INP)
+        with torch.autocast("cpu", dtype=dtype):
+            x_out = layer(x_inp)
+        truth = copy.deepcopy(layer).double()(x_inp.double())
+        assert (x_out.double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm()
+        assert all(grad.isfinite().all() for grad in gradients(layer, x_out))
 
     def test_float64_is_left_alone(self, implementation, dtype):
         layer, (x_inp, *masks) = make(implementation).double(), inputs(dtype=torch.float64)

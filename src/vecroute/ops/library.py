@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import loop
-from vecroute.ops.common import Weights, compute_dtype, product_dtype, used_pairs
+from vecroute.ops.common import Weights, compute_dtype, product_dtype, used_pairs, without_autocast
 from vecroute.ops.passes import new_kept
 from vecroute.ops.problem import Problem, Tuning
 
@@ -45,16 +45,20 @@ def loop_op(
 
 @contextmanager
 def tf32_under_autocast(p: Problem):
-    """Where autocast asks for products in half precision of a float32 x_inp on a GPU, let them be tf32."""
-    if p.x_inp.is_cuda and p.x_inp.dtype == torch.float32 != p.rounded:
-        before = torch.backends.cuda.matmul.fp32_precision
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    """Where autocast asks for products in half precision of a float32 x_inp on a GPU, let them be tf32.
+
+    Autocast itself is off: what is rounded is for the loop to say.
+    """
+    tf32 = p.x_inp.is_cuda and p.x_inp.dtype == torch.float32 != p.rounded
+    before = torch.backends.cuda.matmul.fp32_precision
+    with without_autocast(p.x_inp):
         try:
+            if tf32:
+                torch.backends.cuda.matmul.fp32_precision = "tf32"
             yield
         finally:
-            torch.backends.cuda.matmul.fp32_precision = before
-    else:
-        yield
+            if tf32:
+                torch.backends.cuda.matmul.fp32_precision = before
 
 
 def n_columns(p: Problem, need_phi: bool, outputs: Sequence[int] | None) -> int:
