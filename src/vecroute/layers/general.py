@@ -130,8 +130,9 @@ class GeneralRouting(nn.Module):
         Args:
             x_init: [..., j, h] outputs that the first E-step scores, in place of the flat prior.
         """
-        learned_beta = next(self.parameters(recurse=False), None)
-        check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=learned_beta)
+        # The learned betas come first, then the parameters of the networks; there may be none at all.
+        parameter = next((p for p in self.parameters() if p.is_floating_point()), None)
+        check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=parameter)
         input_mask, pair_mask = check_masks(x_inp, input_mask, pair_mask, self.n_out)
         ij = (*x_inp.shape[:-1], self.n_out)
         use = used_pairs(input_mask, pair_mask)  # [..., i, j]

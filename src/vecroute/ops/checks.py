@@ -79,7 +79,7 @@ def check_mask(name: str, mask: object, x: Tensor, *, sizes: dict[str, int]) -> 
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(f"{name} must be a bool or 0/1 integer tensor {expected()}, got dtype {mask.dtype}")
     if mask.device != x.device:
-        raise ValueError(f"{name} must be on the device of x_inp, {x.device}, got {mask.device}")
+        raise ValueError(f"{name} must be on the device of the inputs, {x.device}, got {mask.device}")
     batch, k = tuple(x.shape[:-2]), len(sizes)
     lead = tuple(mask.shape[: max(mask.dim() - k, 0)])
     fits = (
@@ -90,7 +90,7 @@ def check_mask(name: str, mask: object, x: Tensor, *, sizes: dict[str, int]) -> 
     )
     if not fits:
         raise ValueError(
-            f"{name} must be {expected()}, its leading dimensions broadcastable to those of x_inp, "
+            f"{name} must be {expected()}, its leading dimensions broadcastable to those of the inputs, "
             f"{list(batch)}, got {list(mask.shape)}"
         )
     return mask if mask.dtype == torch.bool else mask != 0
