@@ -1,0 +1,41 @@
+"""What a layer stores for its backward pass: nothing of size i x j or i x d of its own."""
+
+import pytest
+import torch
+
+import vecroute as vr
+
+N_INP, N_OUT, D_INP, D_OUT = 1000, 6, 8, 3
+
+
+def largest_stored(implementation: str, n_inp: int | None, keep_bytes: int) -> int:
+    """Elements of the largest tensor stored that is neither x_inp nor a parameter."""
+    layer = vr.VectorRouting(
+        n_inp=n_inp, n_out=N_OUT, d_inp=D_INP, d_out=D_OUT, implementation=implementation
+    )
+    layer.tuning = layer.tuning._replace(keep_bytes=keep_bytes)
+    x_inp = torch.randn(N_INP, D_INP, requires_grad=True)  # [i, d]
+    given = {tensor.data_ptr() for tensor in (x_inp, *layer.parameters())}
+    stored = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
+        x_out = layer(x_inp)
+    x_out.sum().backward()
+    return max(tensor.numel() for tensor in stored if tensor.data_ptr() not in given)
+
+
+@pytest.mark.parametrize("n_inp", [None, N_INP], ids=["variable", "fixed"])
+@pytest.mark.parametrize("implementation", ["auto", "chunked"])
+def test_nothing_of_size_i_times_anything(implementation, n_inp):
+    assert largest_stored(implementation, n_inp, keep_bytes=0) == N_INP  # f(a_inp)
+
+
+@pytest.mark.parametrize("keep_bytes", [2 * N_INP * N_OUT * 4 - 1, 2 * N_INP * N_OUT * 4])
+def test_pairs_are_kept_within_the_budget(keep_bytes):
+    stored = largest_stored("auto", None, keep_bytes)
+    assert stored == (2 * N_INP * N_OUT if keep_bytes >= 2 * N_INP * N_OUT * 4 else N_INP)
+
+
+@pytest.mark.parametrize("n_inp", [None, N_INP], ids=["variable", "fixed"])
+def test_the_reference_stores_pairs(n_inp):
+    """So the tests above can fail."""
+    assert largest_stored("reference", n_inp, keep_bytes=0) >= N_INP * N_OUT
