@@ -161,13 +161,13 @@ def test_pages_name_files_and_tests_that_exist(page):
     text = page.read_text()
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
-    tests = re.findall(r"(tests/\w+\.py)(?:::(\w+))?", text)
-    missing = [
-        f"{file}::{name}"
-        for file, name in tests
-        if not (ROOT / file).exists() or f"def {name}" not in (ROOT / file).read_text()
-    ]
-    assert missing == []
+    for file, names in re.findall(r"(tests/\w+\.py)((?:::\w+)*)", text):
+        assert (ROOT / file).exists(), file
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"(def|class) {name}\b", (ROOT / file).read_text()), f"{file} has no {name}"
+    named = set(re.findall(r"`(test_\w+)`", text))
+    everything = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py")) if named else ""
+    assert {name for name in named if f"def {name}(" not in everything} == set()
 
 
 def test_citation_cites_the_paper():
