@@ -283,10 +283,10 @@ def pair_arguments(p: Problem, chunk: Chunk, c, f: Tensor, first: bool, strides:
         c_sum, c_ign = c, c if flat else c[..., p.n_out :]  # [b, i, j]
         W_S, B_S = p.w.W_S, p.w.B_S  # [1, j]
         strides |= {"c_b": c.stride(0), "c_i": c.stride(1), "S_i": 0}
-    use, use_strides = f, (0, 0, 0)
+    use, use_strides = f, [0, 0, 0]
     if p.use is not None:
         use = use_of(p, chunk).view(torch.uint8).expand(b, i, p.n_out)  # [b, i, j]
-        use_strides = use.stride()
+        use_strides = list(use.stride())
     return {
         "c_sum": c_sum, "c_ign": c_ign, "W_S": W_S, "B_S": B_S, "use": use, "f": f, "n_inp": i, "n_out": p.n_out,
         "f_b": f.stride(0),

@@ -34,7 +34,7 @@ def loop_op(
     n_iters: int,
     need_phi: bool,
     outputs: Sequence[int] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x_out [b, j, h], phi [b, i, j] of the given outputs (None for all), what the backward pass needs."""
     p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
     phi = x_inp.new_empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs), dtype=p.dtype)  # [b, i, j]
@@ -75,7 +75,8 @@ def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, imple
     def empty(*shape: int) -> Tensor:
         return x_inp.new_empty(*shape, dtype=p.dtype)
 
-    saved = empty(n_iters, b, j, d), empty(n_iters, b, j), empty(*x_inp.shape[:2])
+    saved = (empty(n_iters, b, j, d), empty(n_iters, b, j), empty(n_iters - 1, b, j, h),
+             empty(n_iters - 1, b, j, d), empty(*x_inp.shape[:2]))  # fmt: skip
     kept = new_kept(p, n_iters)
     return empty(b, j, h), empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs)), *saved, kept
 
@@ -94,6 +95,8 @@ def loop_backward_op(
     implementation: str,
     y: Tensor,
     s: Tensor,
+    before: Tensor,
+    g: Tensor,
     f_a_inp: Tensor,
     kept: Tensor,
     need_grad_x: bool,
@@ -101,7 +104,7 @@ def loop_backward_op(
     """Gradients of x_inp (empty if not needed) and of the weights."""
     p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
     with tf32_under_autocast(p):
-        grad_x, grads = loop.backward(p, grad_x_out, y, s, f_a_inp, kept, need_grad_x)
+        grad_x, grads = loop.backward(p, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x)
     small = [grads[name].to(w.dtype) for name, w in p.w._asdict().items() if w is not None]
     return [x_inp.new_empty(0) if grad_x is None else grad_x, *small]
 

@@ -18,30 +18,37 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     """Run the loop; phi [b, i, j], where given, is filled in the last iteration, for some outputs or for all.
 
     Returns:
-        x_out [b, j, h]; y [t, b, j, d] and s [t, b, j] of every iteration; f(a_inp) [b, i]; and what is kept
-        for the backward pass.
+        x_out [b, j, h], and what the backward pass needs: y [t, b, j, d] and s [t, b, j] of every iteration,
+        x_out [t - 1, b, j, h] and g [t - 1, b, j, d] before every iteration but the first, f(a_inp) [b, i],
+        and what ``passes`` keep.
     """
-    b, j, d = p.sqrt_n_inp.shape[0], p.n_out, p.x_inp.shape[-1]
-    y = p.x_inp.new_empty(n_iters, b, j, d, dtype=p.dtype)  # [t, b, j, d]
-    s = p.x_inp.new_empty(n_iters, b, j, dtype=p.dtype)  # [t, b, j]
-    f_a_inp = p.x_inp.new_empty(p.x_inp.shape[:2], dtype=p.dtype)  # [b, i]
+    b, (j, h), d = p.sqrt_n_inp.shape[0], p.w.B_F2.shape, p.x_inp.shape[-1]
+
+    def empty(*shape: int) -> Tensor:
+        return p.x_inp.new_empty(*shape, dtype=p.dtype)
+
+    y, s = empty(n_iters, b, j, d), empty(n_iters, b, j)  # [t, b, j, d], [t, b, j]
+    before, g = empty(n_iters - 1, b, j, h), empty(n_iters - 1, b, j, d)  # [t - 1, b, j, h], [t - 1, b, j, d]
+    f_a_inp = empty(*p.x_inp.shape[:2])  # [b, i]
     kept = passes.new_kept(p, n_iters)
-    x_out = None
+    x_hat = None
     for t in range(n_iters):
-        x_hat = None if x_out is None else p.predictions(x_out)  # [b, j, d]
         last = t == n_iters - 1
         passes.forward_pass(p, x_hat, f_a_inp, kept, y[t], s[t], phi if last else None, outputs)
         x_out = p.outputs(y[t], s[t])  # [b, j, h]
-    return x_out, y, s, f_a_inp, kept
+        if not last:
+            before[t], g[t] = x_out, p.predicted(x_out)
+            x_hat = p.scaled(g[t])  # [b, j, d]
+    return x_out, y, s, before, g, f_a_inp, kept
 
 
-def backward(p: Problem, grad_x_out, y, s, f_a_inp, kept, need_grad_x: bool):
-    """Gradients of x_inp ([0] if not needed) and, by name, of every parameter, from grad_x_out [b, j, h]."""
+def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x: bool):
+    """Gradients of x_inp (None if not needed) and, by name, of every parameter, from grad_x_out [b, j, h]."""
     # Gradients with an i live once, and are written before they are added to.
     n_iters = y.shape[0]
-    with_i = (
-        () if p.variable else ("W_A", "B_A", "beta_use", "beta_ign", *(("W_S", "B_S") if n_iters > 1 else ()))
-    )
+    with_i = set() if p.variable else {"W_A", "B_A", "beta_use", "beta_ign"}
+    if not p.variable and n_iters > 1:
+        with_i |= {"W_S", "B_S"}
     grads = {
         name: (torch.empty_like if name in with_i else torch.zeros_like)(w, dtype=p.dtype)
         for name, w in p.w._asdict().items()
@@ -50,13 +57,12 @@ def backward(p: Problem, grad_x_out, y, s, f_a_inp, kept, need_grad_x: bool):
     grad_x = torch.empty_like(p.x_inp) if need_grad_x else None  # [b, i, d]
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
-        x_before = p.outputs(y[t - 1], s[t - 1]) if t > 0 else None  # [b, j, h]
-        x_hat = None if x_before is None else p.predictions(x_before)  # [b, j, d]
+        x_hat = p.scaled(g[t - 1]) if t > 0 else None  # [b, j, d]
         grad_y, grad_s = p.outputs_backward(grad_x_out, y[t], s[t], grads)  # [b, j, d], [b, j]
         fresh = t == n_iters - 1
         grad_x_hat = passes.backward_pass(
             p, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad_f, grads, fresh
         )  # [b, j, d]
-        if x_before is not None:
-            grad_x_out = p.predictions_backward(grad_x_hat, x_before, grads)  # [b, j, h]
+        if t > 0:
+            grad_x_out = p.predictions_backward(grad_x_hat, before[t - 1], g[t - 1], grads)  # [b, j, h]
     return grad_x, grads

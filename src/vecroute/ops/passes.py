@@ -90,8 +90,8 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad
     """Gradient of one iteration: adds to grad_x, grad_f and grads, and returns grad_x_hat [b, j, d].
 
     A fresh pass, the first of a backward, writes the large gradients (those with an i) instead of adding.
-    The gradients of all that x_inp is multiplied with, and phi, which belongs to grad_y, stand side by side in
-    ``pairs``: one product with x_inp sums them over i, one with the matrices themselves, ``M``, gives grad_x.
+    The gradients of all that x_inp is multiplied with, and phi, which belongs to grad_y, stand side by side
+    in ``pairs``: one product with x_inp sums them over i, one with the matrices themselves, ``M``, is grad_x.
     """
     first, n_out = x_hat is None, p.n_out
     columns = Columns(p, first, kept, filling=False)
@@ -106,7 +106,7 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad
         c, _ = columns(x, chunk)  # [b, i, 2 j or j]
         pairs = f.new_empty(*f.shape, M.shape[1])  # [b, i, q]
         product(p, x, both[chunk.samples].mT, out=pairs[..., :n_both])  # [b, i, 2 j], grad_phi and the scores
-        grad_c = pairs[..., n_both : n_both + c.shape[-1]] if p.variable else None  # [b, i, 2 j or j]
+        grad_c: Any = pairs[..., n_both : n_both + c.shape[-1]] if p.variable else None  # [b, i, 2 j or j]
         p.pairs.coefficients_backward(
             p, chunk, c, pairs[..., :n_both], grad_c, f, grad_s[chunk.samples], grad_f[at], grads, fresh
         )  # pairs is now phi and the gradient of the scores and of c

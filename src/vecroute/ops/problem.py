@@ -70,9 +70,12 @@ class Problem:
         u = y * self.w.W_F1 / self.sqrt_n_inp[..., None]  # [b, j, d]
         return self.matmul(u, self.w.W_F2.to(self.dtype)) + s[..., None] * self.w.B_F2  # [b, j, h]
 
-    def predictions(self, x_out: Tensor) -> Tensor:
-        """x_hat = W_G2 (N(x_out) W_G1) + B_G2, [b, j, d]."""
-        g = self.matmul(normalize(x_out), self.w.W_G1.to(self.dtype))  # [b, j, d]
+    def predicted(self, x_out: Tensor) -> Tensor:
+        """g = N(x_out) W_G1, [b, j, d]."""
+        return self.matmul(normalize(x_out), self.w.W_G1.to(self.dtype))  # [b, j, d]
+
+    def scaled(self, g: Tensor) -> Tensor:
+        """x_hat = W_G2 g + B_G2, [b, j, d]."""
         return g * self.w.W_G2 + self.w.B_G2  # [b, j, d]
 
     def outputs_backward(
@@ -88,11 +91,11 @@ class Problem:
         grads["B_F2"] += (s[..., None] * grad_x_out).sum(0)  # [j, h]
         return grad_u * self.w.W_F1, (grad_x_out * self.w.B_F2).sum(-1)  # [b, j, d], [b, j]
 
-    def predictions_backward(self, grad_x_hat: Tensor, x_out: Tensor, grads: dict) -> Tensor:
+    def predictions_backward(self, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: dict) -> Tensor:
         """grad_x_out [b, j, h] from grad_x_hat [b, j, d]; adds to the gradients of G."""
         v = normalize(x_out)  # [b, j, h]
         grad_g = grad_x_hat * self.w.W_G2  # [b, j, d]
-        grads["W_G2"] += (grad_x_hat * self.matmul(v, self.w.W_G1.to(self.dtype))).sum(0)  # [j, d]
+        grads["W_G2"] += (grad_x_hat * g).sum(0)  # [j, d]
         grads["B_G2"] += grad_x_hat.sum(0)  # [j, d]
         grads["W_G1"] += self.matmul(v.flatten(0, 1).mT, grad_g.flatten(0, 1))  # [h, d]
         return normalize_backward(self.matmul(grad_g, self.w.W_G1.mT.to(self.dtype)), x_out)  # [b, j, h]
