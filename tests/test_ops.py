@@ -141,7 +141,7 @@ def test_no_gradient_of_x_where_none_is_needed(implementation):
     assert x_inp.grad is None
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
 def test_packed_equals_single(implementation, nan_filled_memory):
     layer = make(1, 5, 8, 6, fixed=False, implementation=implementation, dtype=torch.float64)
     lengths = [3, 0, 17, 1, 9]
@@ -165,6 +165,41 @@ def test_packed_equals_single(implementation, nan_filled_memory):
         torch.testing.assert_close(
             packed_grads[name], parameter.grad, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+def test_nested_equals_padded(implementation):
+    layer = make(1, 5, 8, 6, fixed=False, implementation=implementation, dtype=torch.float64)
+    lengths = torch.tensor([3, 17, 1])
+    x_inp = torch.randn(3, 17, 8, dtype=torch.float64)
+    samples = [x[:n].clone() for x, n in zip(x_inp, lengths, strict=True)]
+    nested = torch.nested.nested_tensor(samples, layout=torch.jagged, requires_grad=True)
+    mask = torch.arange(17) < lengths[:, None]
+    routed, padded = layer.route(nested), layer.route(x_inp.requires_grad_(), input_mask=mask)
+    torch.testing.assert_close(routed.x_out, padded.x_out)
+    assert [len(phi) for phi in routed.phi.unbind()] == lengths.tolist()
+    torch.testing.assert_close(routed.phi.values(), padded.phi[mask])
+    routed.x_out.square().sum().backward()
+    padded.x_out.square().sum().backward()
+    torch.testing.assert_close(nested.grad.values(), x_inp.grad[mask])
+
+
+def test_nothing_but_empty_samples(device):
+    layer = make(1, 5, 8, 6, fixed=False)
+    routed = layer.route(torch.randn(0, 8), cu_seqlens=torch.tensor([0, 0, 0]))
+    assert routed.phi.shape == (0, 5)
+    assert torch.equal(routed.x_out, torch.zeros(2, 5, 6))
+
+
+def test_nested_must_be_jagged():
+    layer = make(1, 5, 8, 6, fixed=False)
+    with pytest.warns(UserWarning, match="prototype"):
+        strided = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)], layout=torch.strided)
+    with pytest.raises(ValueError, match=r"a nested x_inp must be jagged"):
+        layer(strided)
+    jagged = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be None for a nested x_inp"):
+        layer(jagged, cu_seqlens=torch.tensor([0, 5]))
 
 
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])

@@ -110,6 +110,7 @@ class VectorRouting(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
+        x_inp, cu_seqlens, _ = unpack_nested(x_inp, cu_seqlens)
         return self._route(x_inp, input_mask, pair_mask, cu_seqlens=cu_seqlens)[0]
 
     def route(
@@ -125,12 +126,14 @@ class VectorRouting(nn.Module):
         """Like ``forward``, and the credit phi [..., i, j] of every input for every output.
 
         Args:
+            x_inp: may be a jagged ``torch.nested`` tensor [b, i, d]; phi then is one too.
             cu_seqlens: [b + 1] int32 offsets of the samples in a packed x_inp [total, d].
             outputs: give only these columns of phi, [..., i, len(outputs)].
             phi_out: a tensor, maybe a memory map, to write phi into as it is computed; x_out has no graph.
 
         Only the phi of ``implementation="reference"`` has a gradient.
         """
+        x_inp, cu_seqlens, nested = unpack_nested(x_inp, cu_seqlens)
         columns = self._check_outputs(outputs)
         if phi_out is not None:
             shape = [*x_inp.shape[:-1], self.n_out if columns is None else len(columns)]
@@ -146,13 +149,16 @@ class VectorRouting(nn.Module):
             outputs=columns,
             phi_out=phi_out,
         )
-        return Routed(x_out, phi if phi_out is not None else phi.to(x_inp.dtype))
+        if phi_out is None:
+            phi = phi.to(x_inp.dtype)  # [..., i, j]
+        return Routed(x_out, torch.nested.nested_tensor_from_jagged(phi, cu_seqlens) if nested else phi)
 
     def _route(self, x_inp, input_mask, pair_mask, *, cu_seqlens, **phi_options):
         """x_out [..., j, h] and phi [..., i, j], None if not asked for."""
-        check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
+        packed = cu_seqlens is not None
+        check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2, may_be_empty=packed)
         masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
-        if cu_seqlens is not None:
+        if packed:
             cu_seqlens = self._check_packed(x_inp, cu_seqlens, *masks)
         x_out, phi = ops.route(
             x_inp,
@@ -206,3 +212,16 @@ class VectorRouting(nn.Module):
         iterations: list[Iteration] = []
         route_reference(x_inp, self.weights(), self.n_iters, *masks, self.prior, iterations)
         return iterations
+
+
+def unpack_nested(x_inp: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:
+    """x_inp and cu_seqlens, packed if x_inp is a jagged nested tensor [b, i, d], and whether it is."""
+    if not isinstance(x_inp, Tensor) or not x_inp.is_nested:
+        return x_inp, cu_seqlens, False
+    if x_inp.layout != torch.jagged or x_inp.dim() != 3:
+        raise ValueError(
+            f"a nested x_inp must be jagged, [b, n_inp, d_inp], got {x_inp.layout}, {x_inp.dim()}-d"
+        )
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens must be None for a nested x_inp, which has its own offsets")
+    return x_inp.values(), x_inp.offsets(), True  # type: ignore[attr-defined]  # jagged tensors have it

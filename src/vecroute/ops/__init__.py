@@ -8,11 +8,12 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from vecroute.ops.common import Weights
+from vecroute.ops.common import Weights, compute_dtype
 from vecroute.ops.library import route_streamed
 from vecroute.ops.problem import Tuning
 from vecroute.ops.reference import route_reference
@@ -49,12 +50,16 @@ def route(
         implementation = choose(x_inp, cu_seqlens)
     elif implementation == "fused" and (problem := why_not_fused(x_inp)):
         raise ValueError(f"implementation='fused' {problem}")
-    if implementation == "reference" and cu_seqlens is None:
-        last = route_reference(x_inp, weights, n_iters, input_mask, pair_mask, prior)
+    if implementation == "reference":
+        if cu_seqlens is None:
+            last = route_reference(x_inp, weights, n_iters, input_mask, pair_mask, prior)
+            x_out, phi = last.x_out, last.phi  # [..., j, h], [..., i, j]
+        else:
+            x_out, phi = reference_of_packed(x_inp, weights, n_iters, prior, cu_seqlens)
         if not need_phi:
-            return last.x_out, None
-        phi = last.phi if outputs is None else last.phi[..., list(outputs)]  # [..., i, j]
-        return last.x_out, phi if phi_out is None else phi_out.copy_(phi)
+            return x_out, None
+        phi = phi if outputs is None else phi[..., list(outputs)]  # [..., i, j]
+        return x_out, phi if phi_out is None else phi_out.copy_(phi)
     return route_streamed(
         x_inp,
         weights,
@@ -69,6 +74,20 @@ def route(
         outputs=outputs,
         phi_out=phi_out,
     )
+
+
+def reference_of_packed(x_inp: Tensor, weights: Weights, n_iters: int, prior: float, cu_seqlens: Tensor):
+    """x_out [b, j, h] and phi [total, j] of packed samples, one after the other."""
+    x_out, phi = [], []
+    for start, end in pairwise(cu_seqlens.tolist()):
+        if start == end:
+            x_out.append(x_inp.new_zeros(weights.B_F2.shape, dtype=compute_dtype(x_inp.dtype)))  # [j, h]
+        else:
+            last = route_reference(x_inp[start:end], weights, n_iters, prior=prior)
+            x_out.append(last.x_out)  # [j, h]
+            phi.append(last.phi)  # [i, j]
+    empty = x_inp.new_zeros(0, weights.W_F1.shape[0], dtype=compute_dtype(x_inp.dtype))  # [0, j]
+    return torch.stack(x_out), torch.cat([empty, *phi])  # [b, j, h], [total, j]
 
 
 def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:

@@ -22,7 +22,14 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_vectors(
-    name: str, x: object, *, n: int | None, d: int, like: Tensor | None, letters: str = "n_inp, d_inp"
+    name: str,
+    x: object,
+    *,
+    n: int | None,
+    d: int,
+    like: Tensor | None,
+    letters: str = "n_inp, d_inp",
+    may_be_empty: bool = False,
 ) -> None:
     """Raise unless x is a floating-point tensor [..., n, d] of the dtype and device of ``like``.
 
@@ -33,13 +40,14 @@ def check_vectors(
         d: expected size of a vector.
         like: a parameter that x must agree with; None for no such demand.
         letters: how the two sizes are called in the message.
+        may_be_empty: whether no vector at all will do.
     """
     n_name, d_name = letters.split(", ")
     expected = f"[..., {n_name}{'' if n is None else f'={n}'}, {d_name}={d}]"
     shape = list(check_float_tensor(name, x, expected, like).shape)
     if len(shape) < 2 or shape[-1] != d or (n is not None and shape[-2] != n):
         raise ValueError(f"{name} must be {expected}, got {shape}")
-    if shape[-2] == 0:
+    if shape[-2] == 0 and not may_be_empty:
         raise ValueError(f"{name} must be {expected} with at least one vector, got {shape}")
 
 
