@@ -85,7 +85,7 @@ def unscaled(p: Problem, chunk: Chunk, c: Tensor, dot):
 def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, grads, fresh) -> Tensor:
     """Gradient of x_inp x_hat from that of z, [b, i, j]; adds to those of W_S and B_S."""
     if p.variable:
-        grads["B_S"] += grad_z.sum((0, 1))[None]  # [1, j]
+        grads.add("B_S", grad_z.sum((0, 1))[None])  # [1, j]
         return grad_z
     fresh &= chunk.samples.start == 0
     add(grads["B_S"][chunk.rows], grad_z.sum(0), fresh)  # [i, j]

@@ -333,7 +333,7 @@ def coefficients_backward(
         for name, part in zip(names, of_pairs, strict=True):
             add(grads[name][chunk.rows], part.sum(0), fresh)  # [i, j]
     if c is not None and not first:
-        grads["B_S"] += pairs[..., n_out:].sum((0, 1))[None]  # [1, j]
+        grads.add("B_S", pairs[..., n_out:].sum((0, 1))[None])  # [1, j]
 
 
 def activations(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:

@@ -105,8 +105,11 @@ def loop_backward_op(
     p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
     with tf32_under_autocast(p):
         grad_x, grads = loop.backward(p, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x)
-    small = [grads[name].to(w.dtype) for name, w in p.w._asdict().items() if w is not None]
-    return [x_inp.new_empty(0) if grad_x is None else grad_x, *small]
+    parameters = {name: w for name, w in p.w._asdict().items() if w is not None}
+    grads_w = [
+        grads[name].to(w.dtype) if name in grads else torch.zeros_like(w) for name, w in parameters.items()
+    ]
+    return [x_inp.new_empty(0) if grad_x is None else grad_x, *grads_w]
 
 
 @loop_backward_op.register_fake

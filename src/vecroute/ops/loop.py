@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import passes
-from vecroute.ops.problem import Problem
+from vecroute.ops.problem import Grads, Problem
 
 
 def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
@@ -35,6 +35,7 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     for t in range(n_iters):
         last = t == n_iters - 1
         passes.forward_pass(p, x_hat, f_a_inp, kept, y[t], s[t], phi if last else None, outputs)
+        y[t] /= p.sqrt_n_inp[..., None]
         x_out = p.outputs(y[t], s[t])  # [b, j, h]
         if not last:
             before[t], g[t] = x_out, p.predicted(x_out)
@@ -43,17 +44,13 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
 
 
 def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x: bool):
-    """Gradients of x_inp (None if not needed) and, by name, of every parameter, from grad_x_out [b, j, h]."""
+    """Gradients of x_inp (None if not needed) and of the parameters, from grad_x_out [b, j, h]."""
     # Gradients with an i live once, and are written before they are added to.
     n_iters = y.shape[0]
     with_i = set() if p.variable else {"W_A", "B_A", "beta_use", "beta_ign"}
     if not p.variable and n_iters > 1:
         with_i |= {"W_S", "B_S"}
-    grads = {
-        name: (torch.empty_like if name in with_i else torch.zeros_like)(w, dtype=p.dtype)
-        for name, w in p.w._asdict().items()
-        if w is not None
-    }
+    grads = Grads({name: torch.empty_like(getattr(p.w, name), dtype=p.dtype) for name in with_i})
     grad_x = torch.empty_like(p.x_inp) if need_grad_x else None  # [b, i, d]
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):

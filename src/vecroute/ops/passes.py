@@ -67,8 +67,9 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         phi_out: [b, i, j] to fill with phi, or None.
         outputs: the columns of phi to write, None for all.
     """
-    y.zero_()
-    s.zero_()
+    if p.offsets is not None:  # a sample may have no rows
+        y.zero_()
+        s.zero_()
     columns = Columns(p, x_hat is None, kept, filling=True)
     x_hat_S = scores_matrix(p, x_hat)  # [b, j, d]
     for chunk in chunks(p):
@@ -80,8 +81,9 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
             f_a_inp[chunk.batch, chunk.rows] = torch.sigmoid(a_inp)  # [b, i]
         dot = None if x_hat_S is None else product(p, x, x_hat_S[chunk.samples].mT)  # [b, i, j]
         phi = p.pairs.coefficients(p, chunk, c, dot, f_a_inp[chunk.batch, chunk.rows])  # [b, i, j]
-        accumulate(p, y[chunk.samples], phi.mT, x)  # [b, j, d]
-        s[chunk.samples] += phi.sum(1)  # [b, j]
+        fresh = p.offsets is None and chunk.rows.start == 0
+        accumulate(p, y[chunk.samples], phi.mT, x, fresh)  # [b, j, d]
+        add(s[chunk.samples], phi.sum(1), fresh)  # [b, j]
         if phi_out is not None:
             phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
@@ -115,7 +117,7 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad
             if p.variable:
                 pairs[..., n_both + c.shape[-1] :] = 0
                 pairs[..., n_both + c.shape[-1]] = grad_a / p.sqrt_n_inp[chunk.samples]
-                grads["B_A"] += grad_a.sum()  # [1]
+                grads.add("B_A", grad_a.sum()[None])  # [1]
         if grad_x is not None:
             accumulate(p, grad_x[at], pairs, M[chunk.samples], fresh)  # [b, i, d]
         if grad_M.shape[1]:
@@ -128,7 +130,7 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad
     grad_x_hat_S = grad_M[:, : n_both - n_out]  # [b, j, d]
     if first or not p.variable:
         return grad_x_hat_S
-    grads["W_S"] += (grad_x_hat_S * x_hat).sum((0, 2))[None]  # [1, j]
+    grads.add("W_S", (grad_x_hat_S * x_hat).sum((0, 2))[None])  # [1, j]
     return grad_x_hat_S * p.w.W_S.mT  # [b, j, d]
 
 
@@ -207,9 +209,7 @@ class Columns:
         self.filling = filling and first and self.kept is not None
         if not p.variable:
             return
-        w, dtype = p.w, p.dtype
-        W = torch.cat((w.W_use + w.W_ign, w.W_ign), 1).to(dtype)  # [d, 2 j]
-        B = torch.cat((w.B_use + w.B_ign, w.B_ign)).to(dtype)  # [2 j]
+        W, B = p.beta_columns  # [d, 2 j], [2 j]
         W_c, B_c = (self._flatten(W), self._flatten(B)) if self.flat else (W, B)  # [d, 2 j or j], [2 j or j]
         self.grad_B = torch.zeros_like(B_c)  # [2 j or j]
         # While c is kept it is computed whole; its gradient needs the flat combination alone.
@@ -250,10 +250,10 @@ class Columns:
         k = len(self.grad_B)
         for name, grad in (("W", grad_rows[:k].mT), ("B", self.grad_B)):
             grad_use, grad_ign = split_betas(self.p, grad, self.flat)
-            grads[f"{name}_use"] += grad_use
-            grads[f"{name}_ign"] += grad_ign
+            grads.add(f"{name}_use", grad_use)
+            grads.add(f"{name}_ign", grad_ign)
         if self.first:
-            grads["W_A"] += grad_rows[None, k]  # [1, d]
+            grads.add("W_A", grad_rows[None, k].clone())  # [1, d]
 
 
 def split_betas(p: Problem, grad_c: Tensor, flat: bool) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,13 @@ class Problem:
     def variable(self) -> bool:
         return self.w.W_use is not None
 
+    @cached_property
+    def beta_columns(self) -> tuple[Tensor, Tensor]:
+        """Of a variable length, the matrix [d, 2 j] and bias [2 j] that give c_sum and c_ign from x_inp."""
+        w = self.w
+        W = torch.cat((w.W_use + w.W_ign, w.W_ign), 1)  # [d, 2 j]
+        return W.to(self.dtype), torch.cat((w.B_use + w.B_ign, w.B_ign)).to(self.dtype)  # [d, 2 j], [2 j]
+
     @property
     def n_out(self) -> int:
         return self.w.W_F1.shape[0]
@@ -66,9 +73,9 @@ class Problem:
         return a @ b
 
     def outputs(self, y: Tensor, s: Tensor) -> Tensor:
-        """x_out = (y W_F1) W_F2 / sqrt(n_inp) + s B_F2, [b, j, h]."""
-        u = y * self.w.W_F1 / self.sqrt_n_inp[..., None]  # [b, j, d]
-        return self.matmul(u, self.w.W_F2.to(self.dtype)) + s[..., None] * self.w.B_F2  # [b, j, h]
+        """x_out = (y W_F1) W_F2 + s B_F2, [b, j, h], where y is already divided by sqrt(n_inp)."""
+        x_out = self.matmul(y * self.w.W_F1, self.w.W_F2.to(self.dtype))  # [b, j, h]
+        return x_out.addcmul_(s[..., None], self.w.B_F2.to(self.dtype))  # [b, j, h]
 
     def predicted(self, x_out: Tensor) -> Tensor:
         """g = N(x_out) W_G1, [b, j, d]."""
@@ -76,37 +83,39 @@ class Problem:
 
     def scaled(self, g: Tensor) -> Tensor:
         """x_hat = W_G2 g + B_G2, [b, j, d]."""
-        return g * self.w.W_G2 + self.w.B_G2  # [b, j, d]
+        return torch.addcmul(self.w.B_G2.to(self.dtype), g, self.w.W_G2.to(self.dtype))  # [b, j, d]
 
-    def outputs_backward(
-        self, grad_x_out: Tensor, y: Tensor, s: Tensor, grads: dict
-    ) -> tuple[Tensor, Tensor]:
-        """grad_y [b, j, d] and grad_s [b, j] from grad_x_out [b, j, h]; adds to the gradients of F."""
-        u = y * self.w.W_F1 / self.sqrt_n_inp[..., None]  # [b, j, d]
-        grad_u = (
-            self.matmul(grad_x_out, self.w.W_F2.mT.to(self.dtype)) / self.sqrt_n_inp[..., None]
-        )  # [b, j, d]
-        grads["W_F1"] += (grad_u * y).sum(0)  # [j, d]
-        grads["W_F2"] += self.matmul(u.flatten(0, 1).mT, grad_x_out.flatten(0, 1))  # [d, h]
-        grads["B_F2"] += (s[..., None] * grad_x_out).sum(0)  # [j, h]
-        return grad_u * self.w.W_F1, (grad_x_out * self.w.B_F2).sum(-1)  # [b, j, d], [b, j]
+    def outputs_backward(self, grad_x_out: Tensor, y: Tensor, s: Tensor, grads: "Grads"):
+        """grad_y [b, j, d] (of the sum itself) and grad_s [b, j] from grad_x_out [b, j, h]."""
+        grad_u = self.matmul(grad_x_out, self.w.W_F2.mT.to(self.dtype))  # [b, j, d]
+        u = y * self.w.W_F1  # [b, j, d]
+        grads.add("W_F1", (grad_u * y).sum(0))  # [j, d]
+        grads.add("W_F2", self.matmul(u.flatten(0, 1).mT, grad_x_out.flatten(0, 1)))  # [d, h]
+        grads.add("B_F2", (s[..., None] * grad_x_out).sum(0))  # [j, h]
+        grad_y = grad_u * self.w.W_F1 / self.sqrt_n_inp[..., None]  # [b, j, d]
+        return grad_y, (grad_x_out * self.w.B_F2).sum(-1)  # [b, j, d], [b, j]
 
-    def predictions_backward(self, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: dict) -> Tensor:
-        """grad_x_out [b, j, h] from grad_x_hat [b, j, d]; adds to the gradients of G."""
-        v = normalize(x_out)  # [b, j, h]
+    def predictions_backward(self, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: "Grads") -> Tensor:
+        """grad_x_out [b, j, h] from grad_x_hat [b, j, d]."""
+        grads.add("W_G2", (grad_x_hat * g).sum(0))  # [j, d]
+        grads.add("B_G2", grad_x_hat.sum(0))  # [j, d]
         grad_g = grad_x_hat * self.w.W_G2  # [b, j, d]
-        grads["W_G2"] += (grad_x_hat * g).sum(0)  # [j, d]
-        grads["B_G2"] += grad_x_hat.sum(0)  # [j, d]
-        grads["W_G1"] += self.matmul(v.flatten(0, 1).mT, grad_g.flatten(0, 1))  # [h, d]
-        return normalize_backward(self.matmul(grad_g, self.w.W_G1.mT.to(self.dtype)), x_out)  # [b, j, h]
+        grad_v = self.matmul(grad_g, self.w.W_G1.mT.to(self.dtype))  # [b, j, h]
+        v, size = x_out, x_out.shape[-1:]
+        if size[0] > 1:
+            v, mean, rstd = torch.native_layer_norm(
+                x_out, size, None, None, 1e-5
+            )  # [b, j, h], [b, j, 1] twice
+            grad_v, _, _ = torch.ops.aten.native_layer_norm_backward(
+                grad_v, x_out, size, mean, rstd, None, None, [True, False, False]
+            )  # [b, j, h]
+        grads.add("W_G1", self.matmul(v.flatten(0, 1).mT, grad_g.flatten(0, 1)))  # [h, d]
+        return grad_v
 
 
-def normalize_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient through ``normalize`` at x."""
-    if x.shape[-1] == 1:
-        return grad
-    variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
-    scale = (variance + 1e-5).rsqrt()  # [..., 1]
-    v = (x - mean) * scale
-    grad = grad - grad.mean(-1, keepdim=True) - v * (grad * v).mean(-1, keepdim=True)
-    return grad * scale
+class Grads(dict[str, Tensor]):
+    """Gradients by the names of the parameters."""
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add to a gradient, which is 0 so far if it is not there."""
+        self[name] = self[name].add_(value) if name in self else value
