@@ -1,0 +1,190 @@
+"""What a routing costs as its sizes grow: ``python benchmarks/scaling.py [--against heinsen_routing.py]``.
+
+Parameters, peak memory and time of forward and of forward + backward, beside the floor: what a device with
+the matmul rate and the copy bandwidth measured in the same run would need at least (see floor.py).
+
+axes        one of n_inp, n_out, d_inp, d_out, n_iters grows, the others stay at 100, 100, 1024, 1024, 2
+headline    1,000,000 x 1024 -> 100 x 1024, fixed and variable length
+ten-million 10,000,000 x 1024 -> 100 x 1024, variable length, stored in bfloat16
+
+Rows are appended to scaling.csv, straight lines fitted to the axes to scaling_fits.csv.
+"""
+
+import argparse
+import statistics
+from dataclasses import replace
+from functools import partial
+
+import common
+import floor
+import torch
+from common import MB
+from floor import Case
+
+AXES = {
+    "n_inp": (100, 1000, 10_000, 100_000, 250_000, 500_000, 750_000, 1_000_000),
+    "n_out": (100, 1000, 10_000, 25_000, 50_000, 75_000, 100_000),
+    "d_inp": (1024, 4096, 8192, 12_288, 16_384),
+    "d_out": (1024, 4096, 8192, 12_288, 16_384),
+    "n_iters": (2, 4, 6, 8, 10),
+}
+SHORT_AXES = {
+    "n_inp": (100, 5000, 10_000),
+    "n_out": (100, 2000, 4000),
+    "d_inp": (256, 1024, 2048),
+    "d_out": (256, 1024, 2048),
+    "n_iters": (2, 6, 10),
+}
+QUANTITIES = ("parameters", "forward_ms", "both_ms", "forward_mb", "both_mb")
+
+
+def cases(options: argparse.Namespace) -> list[tuple[str, Case, list[str]]]:
+    """Name, sizes and modes of every case asked for."""
+    cuda = common.is_cuda(options.device)
+    modes = options.modes or (["fp32", "tf32", "bf16"] if cuda else ["fp32"])
+    d = 256 if options.short else 1024
+    baseline = Case(d_inp=d, d_out=d)
+    million = 10_000 if options.short else 1_000_000
+    found = []
+    if "axes" in options.cases:
+        axes = SHORT_AXES if options.short else AXES
+        axis_modes = options.modes or (["tf32"] if cuda else ["fp32"])
+        found += [
+            (axis, replace(baseline, **{axis: value}), axis_modes)
+            for axis in options.axes
+            for value in axes[axis]
+        ]
+    if "headline" in options.cases:
+        found += [("headline", replace(baseline, n_inp=million, variable=v), modes) for v in (False, True)]
+    if "ten-million" in options.cases:
+        ten_million = replace(baseline, n_inp=10 * million, variable=True)
+        found.append(("ten-million", ten_million, options.modes or ["bf16-stored"]))
+    return found
+
+
+def routing_and_input(case: Case, name: str, options: argparse.Namespace, mode: str, *, tiny: bool = False):
+    if tiny:
+        case = replace(case, n_inp=8, n_out=4, d_inp=16, d_out=16)
+    model = common.routing(case, name, options.against, options.device).to(common.element_type(mode))
+    return model, common.random_input(case.shape, mode, options.device)
+
+
+def measure(case: Case, name: str, mode: str, options: argparse.Namespace) -> dict[str, object]:
+    """Parameters, times and peaks of one implementation; nothing if there is not enough memory."""
+    size = torch.finfo(common.element_type(mode)).bits // 8
+    # The reference and the official implementation store several i x j matrices and copies of x.
+    room = 1.1 if name in ("chunked", "fused") else 3
+    if room * floor.memory(case)[1] * size / MB > common.available_mb(options.device):
+        return {**dict.fromkeys(QUANTITIES), "note": "not enough memory"}
+    build = partial(routing_and_input, case, name, options, mode)
+    try:
+        with common.product_precision(mode):
+            model, x_inp = build()
+            runs = common.passes(model, x_inp, mode, options.device)
+            ms = common.time_ms(runs, options.device, options.seconds)
+            mb = common.peaks_mb(build, model, x_inp, mode, options.device)
+    except torch.OutOfMemoryError:
+        return {**dict.fromkeys(QUANTITIES), "note": "out of memory"}
+    values = (common.count(model), ms["forward"], ms["both"], mb["forward"], mb["both"])
+    return {**dict(zip(QUANTITIES, values, strict=True)), "note": ""}
+
+
+def floors(case: Case, mode: str, flops_per_s: float, bytes_per_s: float) -> dict[str, float]:
+    size = torch.finfo(common.element_type(mode)).bits // 8
+    forward_ms, both_ms = floor.floor_ms(
+        case, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, element_size=size
+    )
+    forward_mb, both_mb = (elements * size / MB for elements in floor.memory(case))
+    return {
+        "floor_forward_ms": forward_ms,
+        "floor_both_ms": both_ms,
+        "floor_forward_mb": forward_mb,
+        "floor_both_mb": both_mb,
+        "matmul_tflops": flops_per_s / 1e12,
+        "copy_gb_s": bytes_per_s / 1e9,
+    }
+
+
+def speedups(row: dict, official: dict | None) -> dict[str, float | None]:
+    """How many times faster than the official implementation, where both were measured."""
+    return {
+        f"{which}_speedup": official[f"{which}_ms"] / row[f"{which}_ms"]
+        if official and official[f"{which}_ms"] and row[f"{which}_ms"]
+        else None
+        for which in common.WHICH
+    }
+
+
+def fit(rows: list[dict], axis: str) -> list[dict[str, object]]:
+    """quantity = intercept + slope * axis by least squares, and its R^2, for each implementation and mode."""
+    fits = []
+    for name, mode in dict.fromkeys((row["implementation"], row["mode"]) for row in rows):
+        mine = [row for row in rows if (row["implementation"], row["mode"]) == (name, mode)]
+        for quantity in QUANTITIES:
+            points = [(row[axis], row[quantity]) for row in mine if row[quantity] is not None]
+            x, y = zip(*points, strict=True) if points else ((), ())
+            if len(set(x)) < 3:
+                continue
+            slope, intercept = statistics.linear_regression(x, y)
+            r2 = statistics.correlation(x, y) ** 2 if len(set(y)) > 1 else 1.0  # a constant fits itself
+            fits.append(
+                {"axis": axis, "implementation": name, "mode": mode, "quantity": quantity, "points": len(x)}
+                | {"slope": float(slope), "intercept": float(intercept), "r2": f"{r2:.6f}"}
+            )
+    return fits
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    common.add_layer_options(parser)
+    names = ("axes", "headline", "ten-million")
+    parser.add_argument("--cases", nargs="+", choices=names, default=names[:2])
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    about = common.about(options.device)
+    bytes_per_s = common.copy_rate(options.device)
+    flops_per_s: dict[str, float] = {}
+    rows: list[dict] = []
+    for case_name, case, modes in cases(options):
+        for mode in modes:
+            if mode not in flops_per_s:
+                flops_per_s[mode] = common.matmul_rate(mode, options.device)
+            official = None
+            for name in common.implementations(options, common.IMPLEMENTATIONS):
+                figures = measure(case, name, mode, options)
+                official = figures if name == "official" else official
+                row = {"case": case_name, **case.columns, "implementation": name, "mode": mode, **figures}
+                row |= {
+                    **speedups(figures, official),
+                    **floors(case, mode, flops_per_s[mode], bytes_per_s),
+                    **about,
+                }
+                rows.append(row)
+                common.append(options.results / "scaling.csv", [row])
+                report(row)
+    for axis in options.axes:
+        fits = fit([row for row in rows if row["case"] == axis], axis)
+        if fits:
+            common.append(options.results / "scaling_fits.csv", [{**line, **about} for line in fits])
+        for line in fits:
+            print(f"{axis} {line['implementation']} {line['mode']} {line['quantity']}: R^2 {line['r2']}")
+
+
+def report(row: dict) -> None:
+    sizes = f"{row['n_inp']} x {row['d_inp']} -> {row['n_out']} x {row['d_out']}, {row['n_iters']}"
+    line = f"{row['case']:8} {sizes:34} {row['length']:8} {row['mode']:5} {row['implementation']:9}"
+    line += row["note"]
+    for which in common.WHICH:
+        if row[f"{which}_ms"]:
+            times = row[f"{which}_ms"] / row[f"floor_{which}_ms"]
+            memory = row[f"{which}_mb"] / row[f"floor_{which}_mb"]
+            line += f" {which} {row[f'{which}_ms']:.3g} ms ({times:.2f} floor)"
+            line += f" {row[f'{which}_mb']:.4g} MB ({memory:.3f} floor);"
+    if row["both_speedup"]:
+        line += f" {row['forward_speedup']:.2f}x / {row['both_speedup']:.2f}x"
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
