@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
     "Concat",
     "Contributions",
     "Credit",
+    "Explanation",
     "GeneralRouting",
     "MatrixRouting",
     "PerVector",

@@ -19,6 +19,7 @@ __all__ = [
     "Concat",
     "Contributions",
     "Credit",
+    "Explanation",
     "GeneralRouting",
     "MatrixRouting",
     "PerVector",
@@ -32,3 +33,18 @@ __all__ = [
     "load_reference_state_dict",
     "networks",
 ]
+
+# Names that need more than torch: where they are, and the extra that brings what they need.
+_LAZY = {"Explanation": ("vecroute.explain", "data")}
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module 'vecroute' has no attribute {name!r}")
+    from importlib import import_module
+
+    module, extra = _LAZY[name]
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{name} needs {error.name}: pip install 'vecroute[{extra}]'") from error
