@@ -46,7 +46,9 @@ def rows_of_a_chunk(p: Problem) -> int:
     """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
-    return max(1024, 2**27 // (2 * p.n_out * p.dtype.itemsize))
+    # What a row has in buffers; together they stay small beside x_inp.
+    row = (4 if p.variable else 2) * p.n_out * p.dtype.itemsize
+    return max(1024, max(2**26, p.x_inp.numel() * p.x_inp.element_size() // 56) // row)
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
