@@ -1,7 +1,7 @@
 """Routing against self-attention, as in the paper: ``python benchmarks/attention.py``.
 
 VectorRouting with n_inp = n_out = N, d_inp = d_out = 1024 and 2 iterations, beside nn.TransformerEncoderLayer
-with 8 heads, dim_feedforward 2048, no dropout and the fused attention of PyTorch, over N vectors of size 1024:
+with 8 heads, dim_feedforward 2048, no dropout and PyTorch's fused attention, over N vectors of that size:
 parameters, peak memory, time of forward and of forward + backward, in the same precision.
 
 Rows are appended to attention.csv; to attention_crossovers.csv, for each quantity, up to which N the routing

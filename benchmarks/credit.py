@@ -5,26 +5,18 @@
 2. The paper's head, 1850 x 1024 -> 64 -> 64 -> 2: the time of credit and of the contributions of one class,
    as multiples of a forward pass in the same run.
 
-Rows are appended to benchmarks/results/credit.csv.
+Rows are appended to credit.csv.
 """
 
-import argparse
-import csv
-import datetime
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import common
 import torch
+from common import MB, Peak
 
 import vecroute as vr
-
-RESULTS = Path(__file__).parent / "results" / "credit.csv"
-MB = 2**20
 
 
 def head(d: int, n_hid: int, n_cls: int, device: str) -> vr.Sequential:
@@ -34,30 +26,6 @@ def head(d: int, n_hid: int, n_cls: int, device: str) -> vr.Sequential:
         vr.VectorRouting(n_inp=n_hid, n_out=n_hid, d_inp=d, d_out=d, device=device),
         vr.VectorRouting(n_inp=n_hid, n_out=n_cls, d_inp=d, d_out=1, device=device),
     )
-
-
-class Peak:
-    """``with Peak(device) as peak``: then peak.mb is the most memory in use within, beyond that before."""
-
-    def __init__(self, device: str):
-        self.cuda = device.startswith("cuda")
-
-    def __enter__(self) -> "Peak":
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # makes the peak of resident memory start anew
-        self.before = torch.cuda.memory_allocated() if self.cuda else self._resident("VmRSS")
-        return self
-
-    def __exit__(self, *error) -> None:
-        after = torch.cuda.max_memory_allocated() if self.cuda else self._resident("VmHWM")
-        self.mb = (after - self.before) / MB
-
-    @staticmethod
-    def _resident(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def million(device: str, n_inp: int) -> list[tuple[str, float, str]]:
@@ -117,44 +85,22 @@ def cost(device: str, repeats: int) -> list[tuple[str, float, str]]:
     return rows
 
 
-def append(rows: list[tuple[str, float, str]], device: str) -> None:
-    """Add rows to the results, whole or not at all."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else cpu_name()
-    about = [name, torch.__version__, vr.__version__, commit, datetime.date.today().isoformat()]
-    RESULTS.parent.mkdir(exist_ok=True)
-    before = (
-        RESULTS.read_text() if RESULTS.exists() else "what,value,unit,device,torch,vecroute,commit,date\n"
+def main(arguments: list[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--n-inp", type=int, default=1_000_000)
+    parser.add_argument("--repeats", type=int, default=21)
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    n_inp, repeats = (10_000, 3) if options.short else (options.n_inp, options.repeats)
+    rows = [*million(options.device, n_inp), *cost(options.device, repeats)]
+    for what, value, unit in rows:
+        print(f"{what:75} {value:10.3g} {unit}")
+    about = common.about(options.device)
+    common.append(
+        options.results / "credit.csv",
+        [{"what": what, "value": value, "unit": unit, **about} for what, value, unit in rows],
     )
-    temporary = RESULTS.with_suffix(".tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(before)
-        csv.writer(file, lineterminator="\n").writerows(
-            [what, f"{value:.3g}", unit, *about] for what, value, unit in rows
-        )
-    os.replace(temporary, RESULTS)
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    return f"{torch.get_num_threads()} threads of {model}"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--n-inp", type=int, default=1_000_000)
-    parser.add_argument("--repeats", type=int, default=21)
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    rows = [*million(arguments.device, arguments.n_inp), *cost(arguments.device, arguments.repeats)]
-    for what, value, unit in rows:
-        print(f"{what:75} {value:10.3g} {unit}")
-    append(rows, arguments.device)
+    main()

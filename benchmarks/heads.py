@@ -1,9 +1,9 @@
 """What heads cost: ``python benchmarks/heads.py [--against heinsen_routing.py]``.
 
 On a GPU: a small routing, the paper's head for text, and the first routing of its head for images, each
-launched kernel by kernel (eager) and captured as a CUDA graph. On the CPU: sizes of a small encoder. Beside the
-times: the memory on top of inputs, parameters and gradients, and the share of the matmul rate, measured in the
-same run, that the products of forward + backward reach.
+launched kernel by kernel (eager) and captured as a CUDA graph. On the CPU: sizes of a small encoder. Beside
+the times: the memory on top of inputs, parameters and gradients, and the share of the matmul rate, measured
+in the same run, that the products of forward + backward reach.
 
 Rows are appended to heads.csv.
 """

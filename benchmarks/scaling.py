@@ -29,10 +29,10 @@ AXES = {
     "n_iters": (2, 4, 6, 8, 10),
 }
 SHORT_AXES = {
-    "n_inp": (100, 5000, 10_000),
-    "n_out": (100, 2000, 4000),
-    "d_inp": (256, 1024, 2048),
-    "d_out": (256, 1024, 2048),
+    "n_inp": (100, 2000, 4000),
+    "n_out": (100, 1000, 2000),
+    "d_inp": (256, 512, 1024),
+    "d_out": (256, 512, 1024),
     "n_iters": (2, 6, 10),
 }
 QUANTITIES = ("parameters", "forward_ms", "both_ms", "forward_mb", "both_mb")
