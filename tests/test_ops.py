@@ -1,5 +1,7 @@
 """The streamed implementations against the reference: forward and every gradient."""
 
+from itertools import product
+
 import pytest
 import torch
 from tolerance import assert_layer_as_good, outcome, twin
@@ -85,14 +87,16 @@ def test_more_outputs_than_a_block_has(implementation, fixed, nan_filled_memory)
         )
 
 
-@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS.keys())
-@pytest.mark.parametrize("n_iters", [1, 2, 5])
-@pytest.mark.parametrize("batch", [(), (1,), (2, 3)], ids=str)
+# Each against each for chunked; for fused, slow where it is interpreted, some of each.
+SETTINGS = [("chunked", *rest) for rest in product([(), (1,), (2, 3)], [1, 2, 5], TUNINGS)]
+SETTINGS += [("fused", (), 1, "default"), ("fused", (2, 3), 2, "rows7"), ("fused", (1,), 3, "nothing kept")]
+
+
+@pytest.mark.parametrize(("implementation", "batch", "n_iters", "tuning"), SETTINGS, ids=str)
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_chunks_batches_and_iterations(implementation, fixed, batch, n_iters, tuning, nan_filled_memory):
     layer = make(29, 5, 11, 6, fixed=fixed, implementation=implementation, n_iters=n_iters)
-    layer.tuning = tuning
+    layer.tuning = TUNINGS[tuning]
     assert_layer_as_good(layer, torch.randn(*batch, 29, 11), **masks_for("input", batch, 29, 5))
 
 
