@@ -2,7 +2,8 @@
 
 VectorRouting with n_inp = n_out = N, d_inp = d_out = 1024 and 2 iterations, beside nn.TransformerEncoderLayer
 with 8 heads, dim_feedforward 2048, no dropout and PyTorch's fused attention, over N vectors of that size:
-parameters, peak memory, time of forward and of forward + backward, in the same precision.
+parameters, peak memory, time of forward and of forward + backward, in the same precision, launched kernel by
+kernel (eager) and, on a GPU, captured as a CUDA graph.
 
 Rows are appended to attention.csv; to attention_crossovers.csv, for each quantity, up to which N the routing
 needs less.
@@ -32,40 +33,55 @@ def model_and_input(n: int, name: str, options: argparse.Namespace, mode: str, *
     return model.to(common.element_type(mode)), common.random_input((1, n, d), mode, options.device)
 
 
-def measure(n: int, name: str, mode: str, options: argparse.Namespace) -> dict[str, float]:
+def measure(n: int, name: str, mode: str, options: argparse.Namespace) -> list[dict[str, object]]:
+    """A row of figures, eager and, on a GPU, captured; memory is that of the eager one."""
     build = partial(model_and_input, n, name, options, mode)
+    rows = []
     with common.product_precision(mode):
-        model, x_inp = build()
-        ms = common.time_ms(
-            common.passes(model, x_inp, mode, options.device), options.device, options.seconds
-        )
-        mb = common.peaks_mb(build, model, x_inp, mode, options.device)
-    values = (common.count(model), ms["forward"], ms["both"], mb["forward"], mb["both"])
-    return dict(zip(QUANTITIES, values, strict=True))
+        for launch, (model, x_inp) in common.launches(build, mode, options.device).items():
+            runs = common.passes(model, x_inp, mode, options.device)
+            ms = common.time_ms(runs, options.device, options.seconds)
+            mb = dict.fromkeys(common.WHICH, math.nan)
+            if launch == "eager":
+                mb = common.peaks_mb(build, model, x_inp, mode, options.device)
+            values = (common.count(model), ms["forward"], ms["both"], mb["forward"], mb["both"])
+            rows.append({"launch": launch, **dict(zip(QUANTITIES, values, strict=True))})
+    return rows
 
 
-def crossovers(rows: list[dict], name: str, mode: str) -> list[dict[str, object]]:
-    """The N at which the routing stops to need less than the encoder layer, by powers between the lengths.
+def crossovers(rows: list[dict]) -> list[dict[str, object]]:
+    """For each quantity the N up to which a routing needs less than the encoder layer, by powers in between.
 
-    ``below`` where it needs more at the shortest length, ``above`` where it needs less at the longest.
+    ``from_N`` is the shortest length measured at which it does. ``relation`` is "at", or "above" if it still
+    does at the longest length, or "never".
     """
-    mine = {row["N"]: row for row in rows if (row["model"], row["mode"]) == (name, mode)}
-    encoder = {row["N"]: row for row in rows if (row["model"], row["mode"]) == ("encoder", mode)}
+    kinds = dict.fromkeys((row["model"], row["mode"], row["launch"]) for row in rows)
+    table = {kind: {row["N"]: row for row in rows if of_kind(row, kind)} for kind in kinds}
     found = []
-    for quantity in QUANTITIES:
-        logs = [(n, math.log(mine[n][quantity] / encoder[n][quantity])) for n in sorted(mine)]
-        if any(math.isnan(log) for _, log in logs):
-            continue  # no memory figures on this system
-        more = next((k for k, (_, log) in enumerate(logs) if log > 0), None)
-        if more is None:
-            relation, at = "above", float(logs[-1][0])
-        elif more == 0:
-            relation, at = "below", float(logs[0][0])
-        else:
-            (n_1, log_1), (n_2, log_2) = logs[more - 1], logs[more]
-            relation, at = "at", n_1 * (n_2 / n_1) ** (log_1 / (log_1 - log_2))
-        found.append({"model": name, "mode": mode, "quantity": quantity, "relation": relation, "N": at})
+    for kind in (kind for kind in kinds if kind[0] != "encoder"):
+        mine, encoder = table[kind], table["encoder", *kind[1:]]
+        for quantity in QUANTITIES:
+            logs = [(n, math.log(mine[n][quantity] / encoder[n][quantity])) for n in sorted(mine)]
+            if not any(math.isnan(log) for _, log in logs):
+                columns = dict(zip(("model", "mode", "launch"), kind, strict=True))
+                found.append({**columns, "quantity": quantity, **crossover(logs)})
     return found
+
+
+def of_kind(row: dict, kind: tuple[str, str, str]) -> bool:
+    return (row["model"], row["mode"], row["launch"]) == kind
+
+
+def crossover(logs: list[tuple[int, float]]) -> dict[str, object]:
+    """Of one quantity, from the logarithms of its ratios."""
+    less = [k for k, (_, log) in enumerate(logs) if log < 0]
+    if not less:
+        return {"relation": "never", "N": None, "from_N": None}
+    first, last = logs[less[0]][0], less[-1]
+    if last == len(logs) - 1:
+        return {"relation": "above", "N": float(logs[last][0]), "from_N": first}
+    (n_1, log_1), (n_2, log_2) = logs[last : last + 2]
+    return {"relation": "at", "N": n_1 * (n_2 / n_1) ** (log_1 / (log_1 - log_2)), "from_N": first}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -83,19 +99,21 @@ def main(arguments: list[str] | None = None) -> None:
     for mode in options.modes or (["tf32", "bf16"] if cuda else ["fp32"]):
         for n in options.lengths or (SHORT_LENGTHS if options.short else LENGTHS):
             for name in names:
-                row = {"N": n, "d": options.d, "model": name, "mode": mode}
-                rows.append({**row, **measure(n, name, mode, options), **about})
-                common.append(options.results / "attention.csv", rows[-1:])
-                report(rows[-1])
-        for name in names[1:]:
-            found = crossovers(rows, name, mode)
-            common.append(options.results / "attention_crossovers.csv", [{**row, **about} for row in found])
-            for row in found:
-                print(f"{name} {mode}: less {row['quantity']} up to N {row['relation']} {row['N']:.0f}")
+                for figures in measure(n, name, mode, options):
+                    rows.append({"N": n, "d": options.d, "model": name, "mode": mode, **figures, **about})
+                    common.append(options.results / "attention.csv", rows[-1:])
+                    report(rows[-1])
+    found = [{**row, **about} for row in crossovers(rows)]
+    if found:
+        common.append(options.results / "attention_crossovers.csv", found)
+    for row in found:
+        kind = f"{row['model']:9} {row['mode']:5} {row['launch']:8} {row['quantity']:10}"
+        print(f"{kind} less from N {row['from_N']} up to N {row['relation']} {common.written(row['N'])}")
 
 
 def report(row: dict) -> None:
-    line = f"N {row['N']:6} {row['mode']:5} {row['model']:9} {row['parameters'] / 1e6:.3g} M parameters"
+    line = f"N {row['N']:6} {row['mode']:5} {row['model']:9} {row['launch']:8}"
+    line += f" {row['parameters'] / 1e6:.3g} M parameters"
     for which in common.WHICH:
         line += f", {which} {row[f'{which}_ms']:.3g} ms {row[f'{which}_mb']:.4g} MB"
     print(line, flush=True)

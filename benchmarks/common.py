@@ -101,11 +101,21 @@ def passes(model: nn.Module, x_inp: Tensor, mode: str, device: str) -> dict[str,
     return {"forward": forward, "both": both}
 
 
+def launches(build: Build, mode: str, device: str) -> dict[str, tuple[nn.Module, Tensor]]:
+    """The ways to launch a model: "eager", and on a GPU "captured", its passes replayed as CUDA graphs."""
+    ways = {"eager": build()}
+    if is_cuda(device):
+        model, x_inp = build()
+        with autocast(mode, device):
+            ways["captured"] = torch.cuda.make_graphed_callables(model, (x_inp,)), x_inp
+    return ways
+
+
 # Time
 
 
 def time_ms(
-    runs: dict[Name, Callable[[], None]], device: str, seconds: float, rounds: int = 50
+    runs: dict[Name, Callable[[], object]], device: str, seconds: float, rounds: int = 50
 ) -> dict[Name, float]:
     """The median time of each run after two of warm-up, over 3 to ``rounds`` rounds in about ``seconds``.
 
@@ -238,12 +248,18 @@ def available_mb(device: str) -> float:
 # Ceilings
 
 
-def matmul_rate(mode: str, device: str) -> float:
-    """FLOPs per second of a large product in the precision of mode."""
+def matmul(mode: str, device: str) -> tuple[Callable[[], object], int]:
+    """A large product in the precision of mode, for within ``product_precision``, and its FLOPs."""
     n = 8192 if is_cuda(device) else 2048
     a, b = torch.randn(2, n, n, device=device, dtype=torch.float32 if "32" in mode else torch.bfloat16)
+    return lambda: torch.mm(a, b), 2 * n**3
+
+
+def matmul_rate(mode: str, device: str) -> float:
+    """FLOPs per second of a large product."""
+    run, flops = matmul(mode, device)
     with product_precision(mode):
-        return 2000 * n**3 / time_ms({"matmul": lambda: torch.mm(a, b)}, device, 0.5)["matmul"]
+        return 1000 * flops / time_ms({"matmul": run}, device, 0.5)["matmul"]
 
 
 def copy_rate(device: str) -> float:

@@ -9,6 +9,7 @@ Rows are appended to heads.csv.
 """
 
 import argparse
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -61,33 +62,45 @@ def measure(cases: list[Case], mode: str, options: argparse.Namespace) -> list[d
         for name in common.implementations(options, common.IMPLEMENTATIONS)
     }
     with common.product_precision(mode):
-        heads = {(name, "eager"): build() for name, build in builds.items()}
+        heads = {
+            (name, launch): head
+            for name, build in builds.items()
+            for launch, head in common.launches(build, mode, device).items()
+        }
         mb = {name: common.peaks_mb(builds[name], *heads[name, "eager"], mode, device) for name in builds}
-        if common.is_cuda(device):
-            for name, build in builds.items():
-                model, x_inp = build()
-                with common.autocast(mode, device):
-                    heads[name, "captured"] = torch.cuda.make_graphed_callables(model, (x_inp,)), x_inp
         runs = {
             (*key, which): run
             for key, head in heads.items()
             for which, run in common.passes(*head, mode, device).items()
         }
-        ms = common.time_ms(runs, device, options.seconds)
+        # The large product takes its turns with the rest: what else the machine does weighs on all alike.
+        product, product_flops = common.matmul(mode, device)
+        ms = common.time_ms({**runs, "matmul": product}, device, options.seconds)
+    flops_per_s = 1000 * product_flops / ms["matmul"]
     rows = []
     for (name, launch), head in heads.items():
-        eager, size = launch == "eager", common.size_mb(*head)
+        size = common.size_mb(*head)
+        peaks = mb[name] if launch == "eager" else dict.fromkeys(common.WHICH, math.nan)
         row = {"implementation": name, "launch": launch, "parameters": common.count(head[0])}
         row |= {f"{which}_ms": ms[name, launch, which] for which in common.WHICH}
-        row |= {f"{which}_mb": mb[name][which] if eager else None for which in common.WHICH}
-        row |= {
-            "forward_extra_mb": mb[name]["forward"] - size if eager else None,
-            "both_extra_mb": mb[name]["both"] - 2 * size if eager else None,
-        }
-        official = {which: ms.get(("official", "eager", which)) for which in common.WHICH}
-        row |= {f"{which}_speedup": time and time / row[f"{which}_ms"] for which, time in official.items()}
-        rows.append(row)
+        row |= {f"{which}_mb": peaks[which] for which in common.WHICH}
+        row |= {"forward_extra_mb": peaks["forward"] - size, "both_extra_mb": peaks["both"] - 2 * size}
+        row |= speedups(ms, name, launch)
+        row |= {"both_matmul_share": share(cases, row["both_ms"], flops_per_s)}
+        rows.append(row | {"matmul_tflops": flops_per_s / 1e12})
     return rows
+
+
+def speedups(ms: dict, name: str, launch: str) -> dict[str, float | None]:
+    """Over the official implementation launched alike, and over the official one launched eagerly."""
+    official = {"speedup": launch, "speedup_over_eager": "eager"}
+    return {
+        f"{which}_{column}": ms["official", way, which] / ms[name, launch, which]
+        if ("official", way, which) in ms
+        else None
+        for column, way in official.items()
+        for which in common.WHICH
+    }
 
 
 def share(cases: list[Case], both_ms: float, flops_per_s: float) -> float:
@@ -111,20 +124,11 @@ def main(arguments: list[str] | None = None) -> None:
     about = common.about(options.device)
     shapes = GPU_SHAPES | CPU_SHAPES
     for mode in options.modes or (["tf32", "bf16"] if cuda else ["fp32"]):
-        flops_per_s = common.matmul_rate(mode, options.device)
         for name in options.cases or (GPU_SHAPES if cuda else CPU_SHAPES):
             cases = [shortened(case) for case in shapes[name]] if options.short else shapes[name]
             sizes = {**cases[0].columns, "network": " -> ".join(str(case.n_out) for case in cases)}
             for figures in measure(cases, mode, options):
-                figures["both_matmul_share"] = share(cases, figures["both_ms"], flops_per_s)
-                row = {
-                    "case": name,
-                    **sizes,
-                    "mode": mode,
-                    **figures,
-                    "matmul_tflops": flops_per_s / 1e12,
-                    **about,
-                }
+                row = {"case": name, **sizes, "mode": mode, **figures, **about}
                 common.append(options.results / "heads.csv", [row])
                 report(row)
 
@@ -133,10 +137,10 @@ def report(row: dict) -> None:
     line = f"{row['case']:9} {row['mode']:5} {row['implementation']:9} {row['launch']:8}"
     line += f" forward {row['forward_ms']:.3g} ms, both {row['both_ms']:.3g} ms"
     line += f" ({100 * row['both_matmul_share']:.0f} % of the matmul rate)"
-    if row["both_extra_mb"] is not None:
+    if row["launch"] == "eager":
         line += f", extra {row['forward_extra_mb']:.3g} / {row['both_extra_mb']:.3g} MB"
     if row["both_speedup"]:
-        line += f", {row['forward_speedup']:.2f}x / {row['both_speedup']:.2f}x"
+        line += f", {row['forward_speedup']:.2f}x / {row['both_speedup']:.2f}x, launched alike"
     print(line, flush=True)
 
 

@@ -108,22 +108,28 @@ def scaling(rows: list[dict[str, str]], which: str) -> Figure:
 
 
 def attention(rows: list[dict[str, str]], crossovers: list[dict[str, str]], which: str) -> Figure:
-    """Three quantities over the length, a row for each precision, and where the routing stops to win."""
+    """Three quantities over the length, a row for each precision, and where the routing stops to win.
+
+    Time is that of captured passes if there are such rows: eager ones of short sequences are all launches.
+    """
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     size = (13, 0.9 + 3.3 * len(modes))
     figure, panels = plt.subplots(len(modes), 3, figsize=size, squeeze=False, constrained_layout=True)
     best = list(dict.fromkeys(row["model"] for row in crossovers))[-1:]
+    captured = "captured" if any(row["launch"] == "captured" for row in rows) else "eager"
     for line, mode in zip(panels, modes, strict=True):
         for panel, (title, (y, _, unit)) in zip(line, quantities(which).items(), strict=True):
-            draw(panel, [row for row in rows if row["mode"] == mode], "model", "N", y, unit)
-            panel.set(xscale="log", yscale="log", xlabel="N", title=title.replace("\n", ", "))
+            launch = captured if y.endswith("ms") else "eager"
+            drawn = [row for row in rows if (row["mode"], row["launch"]) == (mode, launch)]
+            draw(panel, drawn, "model", "N", y, unit)
+            title = title.replace("\n", ", ") + (", captured" if launch == "captured" else "")
+            panel.set(xscale="log", yscale="log", xlabel="N", title=title)
             for row in crossovers:
-                if (row["mode"], row["quantity"], row["relation"]) == (mode, y, "at") and row[
-                    "model"
-                ] in best:
+                kind = row["mode"], row["launch"], row["quantity"], row["relation"]
+                if kind == (mode, launch, y, "at") and row["model"] in best:
                     mark(panel, float(row["N"]))
-            for side in (panel.xaxis, panel.yaxis):
-                side.set_major_locator(LogLocator(subs=(1, 2, 5) if side is panel.yaxis else (1, 2, 4)))
+            for side, steps in ((panel.xaxis, (1, 2, 4)), (panel.yaxis, (1, 2, 5))):
+                side.set_major_locator(LogLocator(subs=steps))
                 side.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
                 side.set_minor_formatter(NullFormatter())
         line[0].set_ylabel(mode, fontsize=13, fontweight="bold")
