@@ -12,7 +12,7 @@ from vecroute.ops import Tuning
 SIZES = [  # n_inp, n_out, d_inp, d_out
     (63, 5, 17, 9),
     (64, 2, 16, 1),
-    (129, 67, 33, 31),
+    (37, 67, 19, 31),
 ]
 IDS = ["i{}-j{}-d{}-h{}".format(*size) for size in SIZES]
 IMPLEMENTATIONS = ["chunked", "fused"]
