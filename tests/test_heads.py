@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as nnf
 
 import vecroute as vr
-from vecroute.compose import PerVector
-from vecroute.heads import DepthNorm, ResidualMLP
+from vecroute.heads import ResidualMLP, compact
 
 SIZES = {"d_emb": 12, "depth": 3, "n_cls": 4}
 
@@ -18,17 +17,17 @@ def trained(head):
     return head
 
 
-def test_hidden_states_are_normalised_by_depth_and_flattened_depth_inside_position():
-    head = trained(vr.RoutingHead(**SIZES))
+def test_hidden_states_are_flattened_depth_inside_position_and_normalised():
+    head = vr.RoutingHead(**SIZES)
     hidden = torch.randn(2, 5, 3, 12)
     x_inp, mask = head.flatten(hidden, torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 1]]))
     assert x_inp.shape == (2, 15, 12)
     for position in range(5):
         for level in range(3):
-            vector = nnf.layer_norm(hidden[:, position, level], (12,))
-            vector = vector * head.normalize.weight[level] + head.normalize.bias[level]
-            torch.testing.assert_close(x_inp[:, position * 3 + level], vector)
+            assert torch.equal(x_inp[:, position * 3 + level], hidden[:, position, level])
     assert mask.tolist()[1] == [1] * 6 + [0] * 6 + [1] * 3
+    # The MLP does nothing yet.
+    torch.testing.assert_close(head.network[0](x_inp), nnf.layer_norm(x_inp, (12,)))
 
 
 @pytest.mark.parametrize("make", [vr.RoutingHead, vr.RoutingHead.paper])
@@ -51,9 +50,10 @@ def test_the_papers_head_has_three_routings_by_way_of_64_vectors():
 
 def test_the_default_head_has_two_routings_and_mlps_around_the_first():
     head = vr.RoutingHead(**SIZES)
-    kinds = [m.module.__class__ if isinstance(m, PerVector) else m.__class__ for m in head.network]
-    assert kinds == [ResidualMLP, vr.VectorRouting, ResidualMLP, vr.VectorRouting]
-    assert head.network[1].n_inp is None
+    first, routing, second, last = head.network
+    assert [type(m) for m in first.module] == [torch.nn.LayerNorm, ResidualMLP]
+    assert isinstance(second.module, ResidualMLP)
+    assert (routing.n_inp, routing.n_out, last.n_inp, last.n_out) == (None, 8, 8, 4)
     assert all(m.implementation == "auto" for m in head.modules() if isinstance(m, vr.VectorRouting))
 
 
@@ -64,7 +64,7 @@ def test_a_fresh_mlp_is_the_identity():
 
 @pytest.mark.parametrize("make", [vr.RoutingHead, vr.RoutingHead.paper])
 def test_padding_changes_nothing(make):
-    head = trained(make(**SIZES, n_hid=5)).double()
+    head = trained(make(**SIZES, n_hid=5)).double().eval()
     hidden = torch.randn(3, 6, 3, 12, dtype=torch.float64)
     lengths = [6, 2, 4]
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
@@ -75,7 +75,7 @@ def test_padding_changes_nothing(make):
 
 
 def test_single_levels_can_be_masked():
-    head = trained(vr.RoutingHead(**SIZES)).double()
+    head = trained(vr.RoutingHead(**SIZES)).double().eval()
     hidden = torch.randn(2, 6, 3, 12, dtype=torch.float64)
     mask = torch.ones(2, 6, 3, dtype=torch.bool)
     mask[0, 2, 1] = False
@@ -104,9 +104,17 @@ def test_gradients_reach_every_parameter():
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in head.parameters())
 
 
-def test_depth_norm_starts_as_plain_normalisation():
-    x = torch.randn(2, 3, 12)
-    torch.testing.assert_close(DepthNorm(3, 12)(x), nnf.layer_norm(x, (12,)))
+@pytest.mark.parametrize("batch", [(), (4,), (2, 3)])
+def test_unused_inputs_are_left_out_while_training(batch):
+    head = trained(vr.RoutingHead(**SIZES)).double()
+    hidden = torch.randn(*batch, 6, 3, 12, dtype=torch.float64)
+    mask = torch.rand(*batch, 6, 3) < 0.4
+    mask[..., 0, 0] = True
+    torch.testing.assert_close(head.train()(hidden, mask), head.eval()(hidden, mask))
+    x_inp, input_mask = head.flatten(hidden, mask)
+    fewer, used = compact(x_inp, input_mask)
+    assert fewer.shape == (*batch, input_mask.sum(-1).max(), 12)
+    assert torch.equal(fewer[used], x_inp[input_mask])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ ROWS = [
     {"ops"},
     {"layers", "networks"},
     {"compose", "credit", "contribution", "affine", "factors", "freeze", "masks", "probe", "storage"},
-    {"training", "heads", "encoders", "distributed"},
+    {"training", "sampling", "progress", "heads", "encoders", "distributed"},
     {"classifier", "explain"},
     {"cli", "serve"},
 ]

@@ -8,20 +8,7 @@ from torch import Tensor, nn
 
 from vecroute.compose import PerVector, Sequential
 from vecroute.layers import Routed, VectorRouting
-from vecroute.ops.checks import check_float_tensor, check_size
-
-
-class DepthNorm(nn.Module):
-    """Layer normalisation with weights of its own at each depth: [..., depth, d_emb] -> the same."""
-
-    def __init__(self, depth: int, d_emb: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(depth, d_emb))  # [depth, d_emb]
-        self.bias = nn.Parameter(torch.zeros(depth, d_emb))  # [depth, d_emb]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nnf.layer_norm(x, x.shape[-1:])  # [..., depth, d_emb]
-        return torch.addcmul(self.bias, x, self.weight)  # [..., depth, d_emb]
+from vecroute.ops.checks import check_float_tensor, check_mask, check_size
 
 
 class ResidualMLP(nn.Module):
@@ -40,8 +27,8 @@ class ResidualMLP(nn.Module):
 class RoutingHead(nn.Module):
     """Route the hidden states of a Transformer, at every position and depth, to class scores.
 
-    Each depth is normalised; positions and depths are flattened to one sequence, i = position * depth +
-    level, which is routed to n_hid vectors, and these to the scores. An MLP changes each vector by itself
+    Positions and depths are flattened to one sequence, i = position * depth + level. Each vector of it is
+    normalised, all are routed to n_hid vectors, and these to the scores. An MLP changes each vector by itself
     before and after the first routing. Vectors stay apart between routings, so that credit and contributions
     reach every hidden state: see ``route``, and ``contributions`` of ``head.network``.
 
@@ -89,13 +76,13 @@ class RoutingHead(nn.Module):
             return VectorRouting(n_inp=n_inp, n_out=n_out, d_inp=d_inp, d_out=d_out, **options)
 
         def mlp(d: int) -> list[nn.Module]:
-            return [PerVector(ResidualMLP(d, d_mlp))] if d_mlp else []
+            return [ResidualMLP(d, d_mlp)] if d_mlp else []
 
-        self.normalize = DepthNorm(depth, d_emb)
+        normalize = nn.LayerNorm(d_emb, elementwise_affine=False)
         self.network = Sequential(
-            *mlp(d_emb),
+            PerVector(nn.Sequential(normalize, *mlp(d_emb))),
             routing(None, n_hid, d_emb, d_hid),
-            *mlp(d_hid),
+            *map(PerVector, mlp(d_hid)),
             *(routing(n_hid, n_hid, d_hid, d_hid) for _ in range(n_routings - 2)),
             routing(n_hid, n_cls, d_hid, 1),
         )
@@ -111,12 +98,11 @@ class RoutingHead(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """What the network takes: x_inp [..., i, d], i = position * depth + level, and its mask [..., i]."""
         expected = f"[..., n_pos, depth={self.depth}, d_emb={self.d_emb}]"
-        check_float_tensor("hidden_states", hidden_states, expected, self.normalize.weight)
+        check_float_tensor("hidden_states", hidden_states, expected, next(self.parameters()))
         shape = list(hidden_states.shape)
         if len(shape) < 3 or shape[-2:] != [self.depth, self.d_emb]:
             raise ValueError(f"hidden_states must be {expected}, got {shape}")
-        x_inp = self.normalize(hidden_states).flatten(-3, -2)  # [..., i, d]
-        if isinstance(input_mask, Tensor):  # the network refuses anything else
+        if isinstance(input_mask, Tensor):
             if input_mask.shape == hidden_states.shape[:-2]:
                 input_mask = input_mask[..., None].expand(hidden_states.shape[:-1])  # [..., n_pos, depth]
             if input_mask.shape != hidden_states.shape[:-1]:
@@ -125,12 +111,35 @@ class RoutingHead(nn.Module):
                     f"got {list(input_mask.shape)}"
                 )
             input_mask = input_mask.flatten(-2)  # [..., i]
-        return x_inp, input_mask
+        x_inp = hidden_states.flatten(-3, -2)  # [..., i, d]
+        return x_inp, check_mask("input_mask", input_mask, x_inp, sizes={"n_inp": x_inp.shape[-2]})
 
     def forward(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Tensor:
-        return self.network(*self.flatten(hidden_states, input_mask))[..., 0]  # [..., n_cls]
+        x_inp, input_mask = self.flatten(hidden_states, input_mask)  # [..., i, d], [..., i]
+        if self.training and input_mask is not None:
+            x_inp, input_mask = compact(x_inp, input_mask)  # [..., k, d], [..., k]
+        return self.network(x_inp, input_mask)[..., 0]  # [..., n_cls]
 
     def route(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Routed:
         """Like ``forward``, and the credit of every hidden state for every class, [..., i, n_cls]."""
         x_out, credit = self.network.route(*self.flatten(hidden_states, input_mask))
         return Routed(x_out[..., 0], credit)
+
+
+def compact(x_inp: Tensor, input_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Leave out unused inputs, as far as the sample with most used ones allows: same result, less work.
+
+    Args:
+        x_inp: [..., i, d], input_mask: [..., i].
+
+    Returns:
+        [..., k, d] and [..., k], the used inputs first.
+    """
+    *batch, n_inp, d = x_inp.shape
+    used = input_mask.reshape(-1, n_inp)  # [b, i]
+    n_used = used.sum(-1)  # [b]
+    k = max(int(n_used.max()), 1)
+    order = used.byte().argsort(dim=-1, descending=True, stable=True)[:, :k]  # [b, k]
+    rows = order + torch.arange(len(used), device=used.device)[:, None] * n_inp  # [b, k]
+    mask = torch.arange(k, device=used.device) < n_used[:, None]  # [b, k]
+    return x_inp.reshape(-1, d)[rows].reshape(*batch, k, d), mask.reshape(*batch, k)

@@ -183,6 +183,7 @@ class Features:
 
     def __init__(self, encoder: TextEncoder, texts: Sequence[str], cache: FeatureCache | None = None):
         self.encoder, self.texts, self.cache = encoder, texts, cache
+        self.position_bytes = encoder.depth * encoder.d_emb * 4  # in float32
         self.lengths = self._lengths()
 
     def __len__(self) -> int:

@@ -1,0 +1,31 @@
+"""Progress bars, for terminals only."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
+    """A bar on standard error, if it is to be shown; called with what is done and what stands beside it."""
+    if not show:
+        yield lambda done, **beside: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[beside]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, beside="", total=None)
+
+        def update(done: int, **beside: str) -> None:
+            told = "  ".join(f"{name.replace('_', ' ')} {value}" for name, value in beside.items())
+            progress.update(task, completed=done, beside=told)
+
+        yield update

@@ -1,0 +1,346 @@
+"""The training loop: a head on the hidden states of a frozen encoder, on any number of processes."""
+
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as nnf
+from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from vecroute.encoders.text import length_batches
+from vecroute.progress import progress_bar
+from vecroute.sampling import drop_inputs, mix, seeded, shuffled_batches
+from vecroute.storage import load_tensors, save_tensors
+
+logger = logging.getLogger(__name__)
+
+FEWEST_EPOCHS, MOST_EPOCHS, STEPS = 3, 20, 1000  # where the number of epochs is left to us
+WARM_UP = 0.1  # of all steps, with a learning rate that rises from 0; then it falls to 0 along a cosine
+AVERAGED_STEPS = 100  # the weights that are validated and kept are a running mean over about so many steps
+CLIP_NORM = 1.0
+BATCH_BYTES = 128 * 1024**2  # of padded hidden states that go through the head at once
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a head is trained.
+
+    Args:
+        max_epochs: None for as many as make about 1000 steps, from 3 to 20.
+        batch_size: samples per step and process.
+        lr, weight_decay: of AdamW.
+        drop_inputs: share of the input vectors that each step leaves out, never all of a sample.
+        mixup: parameter of the beta distribution by which pairs of samples are mixed, 0 for none.
+        label_smoothing: share of each target that is spread over all classes.
+        patience: training stops after so many epochs in a row whose validation accuracy was worse than the
+            best by more than its standard error.
+        mixed_precision: "auto" (bfloat16 on GPUs), "bf16" or "no".
+        seed: of everything random.
+    """
+
+    max_epochs: int | None = None
+    batch_size: int = 32
+    lr: float = 3e-3
+    weight_decay: float = 0.05
+    drop_inputs: float = 0.5
+    mixup: float = 0.0
+    label_smoothing: float = 0.0
+    patience: int = 5
+    mixed_precision: str = "auto"
+    seed: int = 0
+
+
+class Source(Protocol):
+    """Where hidden states come from: ``encoders.cache.Features``."""
+
+    lengths: list[int]
+    position_bytes: int  # of the hidden states at one position
+
+    def batch(self, which: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]: ...
+
+
+class Task(NamedTuple):
+    """What is to be learned."""
+
+    features: Source
+    targets: Tensor  # [n, n_cls], 1 at the classes of a sample
+    train: list[int]  # samples to learn from
+    valid: list[int]  # samples to validate on, maybe none
+    class_weight: Tensor | None = None  # [n_cls]
+    multi_label: bool = False
+    key: str = ""  # changes with the hidden states
+
+    def loss(self, scores: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Mean over the samples; scores and targets are [b, n_cls]."""
+        weight = None if self.class_weight is None else self.class_weight.to(scores.device)
+        if self.multi_label:
+            targets = targets * (1 - smoothing) + smoothing / 2  # [b, n_cls]
+            return nnf.binary_cross_entropy_with_logits(scores, targets, weight)
+        return nnf.cross_entropy(scores, targets, weight, label_smoothing=smoothing)
+
+    def right(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """[b] 1 where a sample is classified right: all of its labels if there may be several."""
+        if self.multi_label:
+            return ((scores > 0) == (targets > 0.5)).all(-1).float()
+        return (scores.argmax(-1) == targets.argmax(-1)).float()
+
+
+@dataclass
+class Progress:
+    """How far training is; with the tensors of a checkpoint, all that is needed to go on."""
+
+    epoch: int = 0
+    step: int = 0  # in the epoch
+    loss: float = 0.0  # sum over the steps of the epoch
+    best: float = 0.0  # greatest validation accuracy so far
+    kept: int = -1  # epoch whose weights are kept
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+def train(
+    head: nn.Module,
+    task: Task,
+    recipe: Recipe,
+    *,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 10.0,
+    accelerator: Accelerator | None = None,
+    show: bool = False,
+) -> list[dict[str, float]]:
+    """Train a head in place; it ends with the running mean of its weights at the last good validation.
+
+    Args:
+        head: hidden states [b, n_pos, depth, d_emb] and mask [b, n_pos, depth] -> scores [b, n_cls].
+        task: what is to be learned.
+        recipe: how.
+        checkpoint: a file to go on from if it is there, and to write now and then. Whoever goes on from it
+            gets the weights that an undisturbed run would have given.
+        checkpoint_seconds: time between two checkpoints.
+        accelerator: None to make one.
+        show: a progress bar.
+
+    Returns:
+        For every epoch its loss, validation loss and validation accuracy.
+
+    Raises:
+        ValueError: the checkpoint belongs to another run.
+    """
+    accelerator = accelerator or make_accelerator()
+    return Trainer(head, task, recipe, accelerator, checkpoint, checkpoint_seconds).run(show)
+
+
+class Trainer:
+    """The state of a training run; ``train`` is its only use."""
+
+    def __init__(self, head, task, recipe, accelerator, checkpoint, checkpoint_seconds):
+        self.task, self.recipe, self.accelerator = task, recipe, accelerator
+        self.checkpoint, self.checkpoint_seconds = checkpoint, checkpoint_seconds
+        self.head = head.to(accelerator.device)
+        self.optimizer = torch.optim.AdamW(
+            self.head.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
+        )
+        self.model, self.prepared = accelerator.prepare(self.head, self.optimizer)
+        self.average = {name: p.detach().clone() for name, p in self.head.named_parameters()}
+        self.kept = {name: p.clone() for name, p in self.average.items()}
+        self.progress = Progress()
+        batches = math.ceil(len(task.train) / recipe.batch_size)
+        self.steps = math.ceil(batches / accelerator.num_processes)  # in an epoch
+        wanted = round(STEPS / self.steps)
+        self.epochs = recipe.max_epochs or min(max(wanted, FEWEST_EPOCHS), MOST_EPOCHS)
+        self.saved_at = time.monotonic()
+        if checkpoint is not None and checkpoint.exists():
+            self.load()
+
+    def run(self, show: bool) -> list[dict[str, float]]:
+        progress, patience = self.progress, self.recipe.patience
+        show = show and self.accelerator.is_main_process
+        with progress_bar(show, "training", self.epochs * self.steps) as bar:
+            while progress.epoch < self.epochs and progress.epoch - progress.kept <= patience:
+                batches = self.batches()
+                while progress.step < self.steps:
+                    progress.loss += self.train_step(batches[progress.step])
+                    progress.step += 1
+                    bar(progress.epoch * self.steps + progress.step, **self.shown())
+                    self.save()
+                self.end_epoch()
+        with torch.no_grad():
+            for name, parameter in self.head.named_parameters():
+                parameter.copy_(self.kept[name])
+        return progress.history
+
+    def batches(self) -> list[list[int]]:
+        """The samples of each step of this epoch on this process."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        generator = seeded(self.recipe.seed, "order", self.progress.epoch)
+        lengths = [self.task.features.lengths[k] for k in self.task.train]
+        every = [
+            [self.task.train[k] for k in batch]
+            for batch in shuffled_batches(lengths, self.recipe.batch_size, generator)
+        ]
+        # Every process takes as many steps: the first batches come again where some are missing.
+        return [every[(step * world + rank) % len(every)] for step in range(self.steps)]
+
+    def train_step(self, which: list[int]) -> float:
+        """One step of the optimizer on some samples; as many at a time as memory is meant for."""
+        recipe, progress = self.recipe, self.progress
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.lr * self.rate()
+        self.prepared.zero_grad()
+        rank = self.accelerator.process_index
+        generator = seeded(recipe.seed, "step", progress.epoch, progress.step, rank)
+        parts, total = self.groups(which), 0.0
+        for position, part in enumerate(parts):
+            hidden, mask, targets = self.load_batch(part)
+            keep = drop_inputs(mask, hidden.shape[2], recipe.drop_inputs, generator)  # [b, n_pos, depth]
+            if recipe.mixup:
+                hidden, keep, targets = mix(hidden, keep, targets, recipe.mixup, generator)
+            last = position == len(parts) - 1
+            with self.accelerator.no_sync(self.model) if not last else nullcontext():
+                with self.autocast():
+                    scores = self.model(hidden, keep)  # [b, n_cls]
+                loss = self.task.loss(scores.float(), targets, recipe.label_smoothing)
+                loss = loss * (len(part) / len(which))
+                self.accelerator.backward(loss)
+            total += loss.item()
+        if not math.isfinite(total):
+            raise ValueError(f"training diverged: the loss is {total}; try a lower lr than {recipe.lr}")
+        self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.prepared.step()
+        done = progress.epoch * self.steps + progress.step
+        weight = 1 - min(1 - 1 / AVERAGED_STEPS, (1 + done) / (10 + done))
+        with torch.no_grad():
+            for name, parameter in self.head.named_parameters():
+                self.average[name].lerp_(parameter, weight)
+        return total
+
+    def rate(self) -> float:
+        """The learning rate of this step as a share of the greatest."""
+        done, total = self.progress.epoch * self.steps + self.progress.step, self.epochs * self.steps
+        return min(1.0, (done + 1) / (WARM_UP * total)) * (1 + math.cos(math.pi * done / total)) / 2
+
+    def end_epoch(self) -> None:
+        progress, row = self.progress, {"loss": self.progress.loss / self.steps}
+        accuracy, error = 1.0, 0.0
+        if self.task.valid:
+            accuracy, loss = self.validate()
+            error = math.sqrt(max(progress.best * (1 - progress.best), 0.0) / len(self.task.valid))
+            row |= {"valid_loss": loss, "valid_accuracy": accuracy}
+        progress.history.append(row)
+        # Differences within the standard error say nothing, and later weights have learned more.
+        if accuracy >= progress.best - error:
+            progress.kept = progress.epoch
+            self.kept = {name: p.clone() for name, p in self.average.items()}
+        progress.best = max(progress.best, accuracy)
+        progress.epoch, progress.step, progress.loss = progress.epoch + 1, 0, 0.0
+        told = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in row.items())
+        logger.info("epoch %d of %d: %s", progress.epoch, self.epochs, told)
+        self.save()
+
+    @torch.no_grad()
+    def validate(self) -> tuple[float, float]:
+        """Accuracy and loss of the averaged weights, each process on its share of the samples."""
+        sums = torch.zeros(3, device=self.accelerator.device)  # right, loss, samples
+        own = self.task.valid[self.accelerator.process_index :: self.accelerator.num_processes]
+        own = sorted(own, key=self.task.features.lengths.__getitem__)
+        size = 2 * self.recipe.batch_size
+        for start in range(0, len(own), size):
+            for part in self.groups(own[start : start + size]):
+                hidden, mask, targets = self.load_batch(part)
+                with self.autocast():
+                    scores = functional_call(self.head, self.average, (hidden, mask)).float()  # [b, n_cls]
+                loss = self.task.loss(scores, targets) * len(part)
+                sums += torch.stack(
+                    [self.task.right(scores, targets).sum(), loss, loss.new_tensor(len(part))]
+                )
+        sums = self.accelerator.reduce(sums)
+        return (sums[0] / sums[2]).item(), (sums[1] / sums[2]).item()
+
+    def groups(self, which: list[int]) -> list[list[int]]:
+        """Split a batch so that the padded hidden states of each part stay within a fixed size."""
+        features = self.task.features
+        lengths = [features.lengths[k] for k in which]
+        limit = max(BATCH_BYTES // features.position_bytes, 1)
+        return [[which[k] for k in group] for group in length_batches(lengths, limit)]
+
+    def load_batch(self, which: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states [b, n_pos, depth, d_emb], mask [b, n_pos] and targets [b, n_cls]."""
+        device = self.accelerator.device
+        return *self.task.features.batch(which, device), self.task.targets[which].to(device)
+
+    def autocast(self) -> Any:
+        if self.accelerator.mixed_precision != "no":  # `accelerate launch --mixed_precision ...`
+            return self.accelerator.autocast()
+        kind, wanted = self.accelerator.device.type, self.recipe.mixed_precision
+        enabled = wanted == "bf16" or (wanted == "auto" and kind == "cuda")
+        return torch.autocast(kind, torch.bfloat16, enabled=enabled)
+
+    def shown(self) -> dict[str, str]:
+        """What stands beside the progress bar."""
+        progress = self.progress
+        shown = {
+            "epoch": f"{progress.epoch + 1}/{self.epochs}",
+            "loss": f"{progress.loss / progress.step:.3f}",
+        }
+        if self.task.valid and progress.history:
+            shown["validation accuracy"] = f"{progress.history[-1]['valid_accuracy']:.3f}"
+        return shown
+
+    def key(self) -> str:
+        """Tells one run from another: two with the same key do the same, step by step."""
+        about = [asdict(self.recipe), self.epochs, self.task.key, self.task.train, self.task.valid]
+        about += [self.accelerator.num_processes, self.task.targets.tolist(), str(self.head)]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+    def save(self) -> None:
+        due = time.monotonic() - self.saved_at >= self.checkpoint_seconds
+        if self.checkpoint is None or not due or not self.accelerator.is_main_process:
+            return
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.head.named_parameters():
+            tensors |= {f"head.{name}": parameter, f"average.{name}": self.average[name]}
+            tensors |= {f"kept.{name}": self.kept[name]}
+            moments = self.optimizer.state[parameter]
+            tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
+        about = {"kind": "checkpoint", "run": self.key(), "progress": asdict(self.progress)}
+        save_tensors(self.checkpoint, tensors, about)
+        self.saved_at = time.monotonic()
+
+    def load(self) -> None:
+        tensors, about = load_tensors(self.checkpoint, "checkpoint")
+        if about["run"] != self.key():
+            raise ValueError(
+                f"checkpoint {self.checkpoint} belongs to a run with other data or settings: "
+                "delete it, or choose another place"
+            )
+        self.progress = Progress(**about["progress"])
+        with torch.no_grad():
+            for name, parameter in self.head.named_parameters():
+                parameter.copy_(tensors[f"head.{name}"])
+                self.average[name].copy_(tensors[f"average.{name}"])
+                self.kept[name].copy_(tensors[f"kept.{name}"])
+                self.optimizer.state[parameter] = {
+                    moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS
+                }
+        logger.info(
+            "going on from %s: epoch %d, step %d",
+            self.checkpoint,
+            self.progress.epoch + 1,
+            self.progress.step,
+        )
+
+
+def make_accelerator(device: str | torch.device | None = None) -> Accelerator:
+    """The processes there are, as ``torchrun`` or ``accelerate launch`` started them, else this one."""
+    kwargs = DistributedDataParallelKwargs(find_unused_parameters=True)
+    return Accelerator(cpu=torch.device(device or "cuda").type == "cpu", kwargs_handlers=[kwargs])

@@ -1,0 +1,277 @@
+"""The training loop: it learns, repeats itself, goes on after a stop, and fits in memory."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import vecroute as vr
+from vecroute import training
+from vecroute.sampling import drop_inputs, mix, seeded, shuffled_batches
+from vecroute.training import Recipe, Task, train
+
+DEPTH, D_EMB = 2, 8
+
+
+class Memory:
+    """Hidden states that are simply there."""
+
+    position_bytes = DEPTH * D_EMB * 4
+
+    def __init__(self, states):
+        self.states, self.lengths = states, [len(s) for s in states]
+
+    def batch(self, which, device):
+        padded = torch.nn.utils.rnn.pad_sequence([self.states[k] for k in which], batch_first=True)
+        lengths = torch.tensor([self.lengths[k] for k in which])
+        return padded.to(device), (torch.arange(padded.shape[1]) < lengths[:, None]).to(device)
+
+
+def make_task(n=60, n_cls=3, n_valid=15, **options):
+    """Samples whose class shows in one coordinate of their vectors."""
+    generator = torch.Generator().manual_seed(5)
+    states, classes = [], torch.arange(n) % n_cls
+    for k in range(n):
+        x = torch.randn(3 + k % 5, DEPTH, D_EMB, generator=generator)
+        x[..., classes[k]] += 1
+        states.append(x)
+    targets = torch.nn.functional.one_hot(classes, n_cls).float()
+    every = list(range(n))
+    return Task(Memory(states), targets, every[n_valid:], every[:n_valid], **options)
+
+
+def make_head(n_cls=3):
+    torch.manual_seed(3)
+    return vr.RoutingHead(d_emb=D_EMB, depth=DEPTH, n_cls=n_cls, n_hid=4)
+
+
+def weights_after(recipe, task=None, before=0, **options):
+    head = make_head()
+    torch.manual_seed(before)
+    history = train(head, task or make_task(), recipe, **options)
+    return history, torch.cat([p.detach().flatten() for p in head.parameters()])
+
+
+def test_it_learns():
+    task = make_task(n=300, n_valid=60)
+    head = make_head()
+    history = train(head, task, Recipe(max_epochs=8, lr=1e-2, batch_size=16))
+    assert len(history) <= 8
+    assert history[-1]["loss"] < 0.7 * history[0]["loss"]
+    hidden, mask = task.features.batch(task.valid, torch.device("cpu"))
+    right = task.right(head(hidden, mask), task.targets[task.valid]).mean().item()
+    assert right > 0.8
+    # What is left in the head are the running means of the weights, as they were validated.
+    assert right == pytest.approx(history[-1]["valid_accuracy"])
+
+
+def test_the_seed_decides_everything():
+    recipe = Recipe(max_epochs=2, batch_size=8, drop_inputs=0.3, mixup=0.4)
+    _, first = weights_after(recipe)
+    _, again = weights_after(recipe, before=99)  # other random numbers do not matter
+    _, other = weights_after(Recipe(max_epochs=2, batch_size=8, drop_inputs=0.3, mixup=0.4, seed=1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_it_leaves_the_random_numbers_of_others_alone():
+    head, task = make_head(), make_task()
+    torch.manual_seed(4)
+    expected = torch.rand(3)
+    torch.manual_seed(4)
+    train(head, task, Recipe(max_epochs=1, mixup=0.3))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 5, 6, 7, 13, 17])
+def test_it_goes_on_after_a_stop_to_the_same_weights(stop_at, tmp_path, monkeypatch):
+    recipe = Recipe(max_epochs=3, batch_size=8, mixup=0.2)  # 3 epochs of 6 steps
+    undisturbed = weights_after(recipe)
+    checkpoint, step, done = tmp_path / "checkpoint", training.Trainer.train_step, []
+
+    def stopping(self, which):
+        if len(done) == stop_at:
+            raise KeyboardInterrupt
+        done.append(which)
+        return step(self, which)
+
+    monkeypatch.setattr(training.Trainer, "train_step", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        weights_after(recipe, checkpoint=checkpoint, checkpoint_seconds=0)
+    assert checkpoint.exists() == (stop_at > 0)
+    resumed = []
+    monkeypatch.setattr(
+        training.Trainer, "train_step", lambda self, which: resumed.append(which) or step(self, which)
+    )
+    history, weights = weights_after(recipe, checkpoint=checkpoint, checkpoint_seconds=0)
+    assert len(done) + len(resumed) == 18
+    assert torch.equal(weights, undisturbed[1])
+    assert history == undisturbed[0]
+    # Once more, with nothing left to do.
+    assert torch.equal(weights_after(recipe, checkpoint=checkpoint)[1], weights)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    weights_after(Recipe(max_epochs=1), checkpoint=checkpoint, checkpoint_seconds=0)
+    for recipe, task in (
+        (Recipe(max_epochs=1, lr=1e-4), None),
+        (Recipe(max_epochs=1), make_task(key="other")),
+    ):
+        with pytest.raises(ValueError, match="belongs to a run with other data or settings: delete it"):
+            weights_after(recipe, task, checkpoint=checkpoint)
+
+
+def test_long_samples_go_through_the_head_in_parts(monkeypatch):
+    recipe = Recipe(max_epochs=2, batch_size=16, drop_inputs=0.0)
+    history, whole = weights_after(recipe)
+    monkeypatch.setattr(training, "BATCH_BYTES", 10 * Memory.position_bytes)
+    seen, batch = [], Memory.batch
+
+    def watched(self, which, device):
+        hidden, mask = batch(self, which, device)
+        seen.append(hidden.shape[0] * hidden.shape[1])
+        return hidden, mask
+
+    monkeypatch.setattr(Memory, "batch", watched)
+    history_in_parts, in_parts = weights_after(recipe)
+    assert max(seen) <= 10
+    torch.testing.assert_close(in_parts, whole, rtol=1e-3, atol=1e-4)
+    assert history_in_parts[0]["loss"] == pytest.approx(history[0]["loss"], rel=1e-4)
+
+
+def test_it_stops_when_validation_gets_worse_and_keeps_the_last_good_weights(monkeypatch):
+    accuracies = iter([0.5, 0.8, 0.75, 0.6, 0.72, 0.69, 0.3, 0.2])
+    # With 15 samples the standard error of 0.8 is 0.103.
+    monkeypatch.setattr(training.Trainer, "validate", lambda self: (next(accuracies), 1.0))
+    recipe = Recipe(max_epochs=50, patience=3, batch_size=8)
+    trainer = training.Trainer(make_head(), make_task(), recipe, training.make_accelerator(), None, 0)
+    history = trainer.run(show=False)
+    assert [row["valid_accuracy"] for row in history] == [0.5, 0.8, 0.75, 0.6, 0.72, 0.69, 0.3, 0.2]
+    assert trainer.progress.kept == 4
+    average = {name: p.clone() for name, p in trainer.kept.items()}
+    assert all(torch.equal(p, average[name]) for name, p in trainer.head.named_parameters())
+    assert not torch.equal(trainer.average["network.1.W_F2"], trainer.kept["network.1.W_F2"])
+
+
+def test_without_validation_the_last_weights_stay():
+    task = make_task()
+    task = task._replace(train=task.train + task.valid, valid=[])
+    history, _ = weights_after(Recipe(max_epochs=3, patience=1), task)
+    assert [sorted(row) for row in history] == [["loss"]] * 3
+
+
+def test_the_number_of_epochs_follows_the_data():
+    assert len(weights_after(Recipe(batch_size=64, patience=100, lr=1e-9))[0]) == training.MOST_EPOCHS
+
+
+def test_a_loss_that_is_not_finite_is_told():
+    task = make_task()
+    task.features.states[20][0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"training diverged: the loss is nan; try a lower lr than 0\.003"):
+        weights_after(Recipe(max_epochs=1, drop_inputs=0.0), task)
+
+
+def test_class_weights_count():
+    task = make_task(class_weight=torch.tensor([1.0, 0.0, 0.0]))
+    scores = torch.randn(6, 3)
+    targets = torch.nn.functional.one_hot(torch.tensor([0, 1, 2, 0, 1, 2]), 3).float()
+    expected = -(scores.log_softmax(-1)[[0, 3], 0]).sum() / 6
+    torch.testing.assert_close(task.loss(scores, targets), expected)
+
+
+def test_several_labels_at_once():
+    task = make_task(multi_label=True)
+    scores, targets = (
+        torch.tensor([[3.0, -3.0, 2.0], [1.0, 1.0, -1.0]]),
+        torch.tensor([[1.0, 0, 1], [1, 0, 0]]),
+    )
+    assert task.right(scores, targets).tolist() == [1.0, 0.0]
+    expected = torch.nn.BCEWithLogitsLoss()(scores, targets)
+    torch.testing.assert_close(task.loss(scores, targets), expected)
+    assert task.loss(scores, targets, 0.1) != expected
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_inputs_are_dropped_but_never_all(share):
+    mask = torch.arange(40) < torch.randint(1, 41, (200, 1))
+    keep = drop_inputs(mask, 3, share, seeded(0))
+    assert keep.any((1, 2)).all()
+    assert not (keep & ~mask[..., None]).any()
+    if share < 0.9:  # so many that hardly a sample would lose all
+        left_out = 1 - keep.sum().item() / (3 * mask.sum().item())
+        assert left_out == pytest.approx(share, abs=0.02)
+
+
+def test_samples_are_mixed_where_both_have_inputs():
+    hidden, targets = torch.randn(4, 5, 2, 3), torch.eye(4)
+    keep = (torch.arange(5) < torch.tensor([[5], [2], [3], [1]]))[..., None].expand(4, 5, 2)
+    mixed, kept, mixed_targets = mix(hidden, keep, targets, 0.5, seeded(1))
+    other = mixed_targets.clone().fill_diagonal_(0).argmax(-1)
+    share = mixed_targets.diagonal()
+    assert (other != torch.arange(4)).any()
+    for k, o in enumerate(other.tolist()):
+        if share[k] == 1:  # mixed with itself
+            continue
+        assert mixed_targets[k].sum().item() == pytest.approx(1)
+        for position in range(5):
+            first, second = keep[k, position, 0], keep[o, position, 0]
+            assert kept[k, position, 0] == first | second
+            both = share[k] * hidden[k, position] + (1 - share[k]) * hidden[o, position]
+            expected = both if first and second else hidden[k, position] if first else hidden[o, position]
+            if first or second:
+                torch.testing.assert_close(mixed[k, position], expected)
+
+
+def test_batches_hold_every_sample_once_and_similar_lengths():
+    lengths = [(7 * k) % 50 + 1 for k in range(1000)]
+    batches = shuffled_batches(lengths, 16, seeded(0))
+    assert sorted(k for batch in batches for k in batch) == list(range(1000))
+    spread = [max(lengths[k] for k in batch) - min(lengths[k] for k in batch) for batch in batches]
+    assert sum(spread) / len(spread) < 5
+    assert batches != shuffled_batches(lengths, 16, seeded(1))
+    firsts = [lengths[batch[0]] for batch in batches]
+    assert firsts != sorted(firsts)
+
+
+def test_it_is_quiet_unless_asked(capfd):
+    weights_after(Recipe(max_epochs=1))
+    assert capfd.readouterr() == ("", "")
+    weights_after(Recipe(max_epochs=1), show=True)
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert "training" in shown.err
+    assert "loss" in shown.err
+
+
+TWO_PROCESSES = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_training import make_head, make_task
+from vecroute.training import Recipe, Trainer, make_accelerator, train
+accelerator, head = make_accelerator(), make_head()
+trainer = Trainer(head, make_task(), Recipe(batch_size=8), accelerator, None, 0)
+taken = accelerator.gather(torch.tensor([batch[:5] for batch in trainer.batches()])[None])
+assert not set(taken[0].flatten().tolist()) & set(taken[1].flatten().tolist())
+history = train(head, make_task(), Recipe(max_epochs=2, batch_size=8, lr=1e-2), accelerator=accelerator)
+weights = torch.cat([p.detach().flatten() for p in head.parameters()])
+every = accelerator.gather(weights[None])
+assert every.shape[0] == 2 and torch.equal(every[0], every[1])
+if accelerator.is_main_process:
+    print(len(history), history[-1]["valid_loss"] < history[0]["valid_loss"] + 0.1)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_train_one_head(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TWO_PROCESSES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    command += [str(script), os.path.dirname(__file__)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "True"]
