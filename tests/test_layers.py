@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 import vecroute as vr
 from vecroute.ops import IMPLEMENTATIONS
+from vecroute.ops.common import normalize
 
 ON_CPU = [name for name in IMPLEMENTATIONS if name not in ("auto", "fused")]
 SIZES = {"n_out": 4, "d_inp": 6, "d_out": 5}
@@ -123,7 +124,8 @@ SCALES += [(dtype, scale) for dtype in (torch.bfloat16, torch.float16) for scale
 @LENGTH
 def test_scales(fixed, implementation, dtype, scale):
     """Outputs, phi and every gradient are finite."""
-    for n_inp, sizes in ((9, SIZES), (200, {"n_out": 16, "d_inp": 64, "d_out": 64})):
+    wide = {"n_out": 16, "d_inp": 64, "d_out": 64}
+    for n_inp, sizes in ((9, SIZES), (1, wide), (200, wide)):
         for n_iters in (1, 2, 5):
             layer = vr.VectorRouting(
                 n_inp=n_inp if fixed else None,
@@ -146,6 +148,13 @@ def test_many_inputs_in_float16(implementation):
     assert layer.trace(x_inp)[0].x_out.abs().max() > torch.finfo(torch.float16).max
     routed = layer.route(x_inp)
     assert_finite({"x_out": routed.x_out, "phi": routed.phi})
+
+
+@pytest.mark.parametrize("d_out", [2, 5, 64])
+def test_n_keeps_the_digits_of_vectors_with_a_large_mean(d_out):
+    x_out = torch.randn(1000, d_out) + 100
+    error = normalize(x_out) - normalize(x_out.double())
+    assert error.abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-6, 1.0, 1e4])

@@ -260,6 +260,15 @@ def test_a_sample_with_no_input_left(kind, n_inp):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_no_nan_on_the_way_back(kind):
+    """Not even where another zero would have covered it."""
+    x_inp, input_mask, pair_mask, _ = both_masks()
+    input_mask[1] = False
+    with torch.autograd.set_detect_anomaly(True):
+        run(make(kind), x_inp, input_mask, pair_mask)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_n_inp_counts_the_input_mask_alone(kind):
     """A pair mask that turns an input off does not change the number under the square root."""
     x_inp = torch.randn(6, 7)
