@@ -93,6 +93,11 @@ def test_the_message_of_the_design():
         layer(torch.randn(2, 63, 8))
 
 
+def test_wrong_inputs_with_a_place_for_phi():
+    with raises(TypeError, f"x_inp must be {TENSOR} list"):
+        vector().route([[1.0] * 4], phi_out=torch.zeros(1, 3))
+
+
 def test_mixed_dtypes_are_what_autocast_is_for():
     layer = vector()
     with torch.autocast("cpu", torch.bfloat16):

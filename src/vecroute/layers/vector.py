@@ -136,6 +136,7 @@ class VectorRouting(nn.Module):
         x_inp, cu_seqlens, nested = unpack_nested(x_inp, cu_seqlens)
         columns = self._check_outputs(outputs)
         if phi_out is not None:
+            check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
             shape = [*x_inp.shape[:-1], self.n_out if columns is None else len(columns)]
             if not isinstance(phi_out, Tensor) or list(phi_out.shape) != shape:
                 came = list(phi_out.shape) if isinstance(phi_out, Tensor) else type(phi_out).__name__
