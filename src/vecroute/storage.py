@@ -3,7 +3,7 @@
 import importlib
 import json
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,17 +33,20 @@ def save_tensors(path: str | os.PathLike, tensors: dict[str, Tensor], about: dic
         about: the description, of JSON types; ``about["kind"]`` says what the file holds.
     """
     safetensors = require("safetensors.torch", "data")
-    path = Path(path)
     # Tensors may be views of one another, which the format does not allow.
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    data = safetensors.save(whole, {"vecroute": json.dumps(about)})
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    write_file(path, safetensors.save(whole, {"vecroute": json.dumps(about)}))
+
+
+def write_file(path: str | os.PathLike, data: bytes) -> None:
+    """Write a file, whole or not at all; what was there is replaced."""
+    temporary = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 

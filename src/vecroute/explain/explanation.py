@@ -1,10 +1,20 @@
 """Explanation: what each token of a text adds to each class score, at each depth."""
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from vecroute.explain import adapters
+from vecroute.explain.aggregate import by_depth, by_part
+from vecroute.ops.checks import check_choice, check_size
+from vecroute.storage import load_tensors, save_tensors, write_file
+
+ARRAYS = ("values", "phi", "base_values", "scores", "offsets", "special", "chunk")
+UNITS = ("token", "word", "sentence", "chunk", "depth")
 
 
 class Part(NamedTuple):
@@ -19,9 +29,10 @@ class Part(NamedTuple):
 class Explanation:
     """What each token of one text adds to each class score at each depth, and the credit phi.
 
-        scores = values.sum((0, 1)) + base_values
+        scores = base_values + sum over tokens and depths of values
 
-    Arrays are numpy float32; sums are made in float64. Several texts have a list of explanations.
+    Arrays are numpy float32, and their sums are made in float64. Rows are tokens, or words, sentences, chunks
+    or depths after ``aggregate``. Several texts have a list of explanations.
 
     Args:
         values: [n, depth, n_cls] contributions of every token, arrays or tensors.
@@ -34,7 +45,8 @@ class Explanation:
         pieces: the string of each token, None for its characters in the text.
         special: [n] True at tokens that the tokenizer put there, None for none.
         chunk: [n] which chunk of the text each token was encoded in, None for one chunk.
-        depths: which hidden states these are, 0 for the embeddings; None for 0, ..., depth - 1.
+        depths: which hidden states these are, 0 for the embeddings, or names; None for 0, ..., depth - 1.
+        unit: what the rows are.
 
     Raises:
         ValueError: shapes that do not fit one another, offsets outside the text, numbers that are not finite.
@@ -54,25 +66,259 @@ class Explanation:
         special: Any = None,
         chunk: Any = None,
         depths: Sequence[int | str] | None = None,
+        unit: str = "token",
     ):
-        self.values = as_array(values)  # [n, depth, n_cls]
-        self.phi = as_array(phi)  # [n, depth, n_cls]
-        self.base_values = as_array(base_values)  # [n_cls]
-        self.scores = as_array(scores)  # [n_cls]
+        check_choice("unit", unit, UNITS)
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a string, got {type(text).__name__}")
+        self.text, self.unit = text, unit
         self.output_names = [str(name) for name in output_names]
-        self.text = text
-        self.offsets = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)  # [n, 2]
-        n = len(self.values)
-        self.special = np.zeros(n, dtype=bool) if special is None else np.asarray(special, dtype=bool)  # [n]
-        self.chunk = (
-            np.zeros(n, dtype=np.int64) if chunk is None else np.asarray(chunk, dtype=np.int64)
-        )  # [n]
-        self.depths = list(range(self.values.shape[1])) if depths is None else list(depths)
-        self.pieces = list(pieces or [])
+        n_cls = len(self.output_names)
+        if not 0 < n_cls == len(set(self.output_names)):
+            raise ValueError(f"output_names must be different names, at least one, got {self.output_names}")
+        self.values = as_floats("values", values, (None, None, n_cls), "n depth n_cls")  # [n, depth, n_cls]
+        n, depth, _ = self.values.shape
+        self.phi = as_floats("phi", phi, self.values.shape, "n depth n_cls")  # [n, depth, n_cls]
+        self.base_values = as_floats("base_values", base_values, (n_cls,), "n_cls")  # [n_cls]
+        self.scores = as_floats("scores", scores, (n_cls,), "n_cls")  # [n_cls]
+        self.offsets = check_offsets(offsets, n, text)  # [n, 2]
+        self.special = as_array([False] * n if special is None else special, np.bool_)  # [n]
+        self.chunk = as_array([0] * n if chunk is None else chunk, np.int32)  # [n]
+        if pieces is None:
+            pieces = [text[start:end] for start, end in self.offsets]
+        self.pieces = [str(piece) for piece in pieces]
+        levels = range(depth) if depths is None else depths
+        self.depths = [level if isinstance(level, str) else int(level) for level in levels]
+        for name, count in (("special", n), ("chunk", n), ("pieces", n), ("depths", depth)):
+            if len(getattr(self, name)) != count:
+                raise ValueError(f"{name} must have {count} elements, got {len(getattr(self, name))}")
+
+    def __repr__(self) -> str:
+        n, depth, _ = self.values.shape
+        scores = ", ".join(f"{k}={v:.3g}" for k, v in zip(self.output_names, self.scores, strict=True))
+        return f"Explanation({n} {self.unit}{'s' * (n != 1)}, depth={depth}, scores: {scores})"
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, name: Any) -> "Explanation":
+        """The explanation of one class, or of a list of them, by name."""
+        names = name if isinstance(name, list) else [name]
+        return self._of_outputs(np.eye(len(self.output_names))[[self.index(n) for n in names]], names)
+
+    def margin(self, name: Any = None, other: Any = None) -> "Explanation":
+        """The explanation of the score of one class less that of another: what decides between the two.
+
+        Args:
+            name: a class, None for the one with the highest score.
+            other: the class to subtract, None for the highest score of the others.
+        """
+        j = self.index(name)
+        ranked = [k for k in np.argsort(-self.scores, kind="stable") if k != j]
+        if not ranked:
+            raise ValueError(f"margin needs two classes, this explains {self.output_names[j]!r} alone")
+        k = ranked[0] if other is None else self.index(other)
+        weights = np.eye(len(self.output_names))[j] - np.eye(len(self.output_names))[k]  # [n_cls]
+        return self._of_outputs(weights[None], [f"{self.output_names[j]} - {self.output_names[k]}"])
+
+    def aggregate(self, unit: str, *, skip_special_tokens: bool = False) -> "Explanation":
+        """Sums over the tokens of each word, sentence or chunk, or over all tokens.
+
+        Words and sentences are those of the text itself, each with its characters; special tokens are in none
+        of them and stay as they are. "depth" gives one row for each depth. Scores and base stay the same,
+        and so does the sum.
+
+        Args:
+            unit: "token", "word", "sentence", "chunk" or "depth".
+            skip_special_tokens: leave these out first, see ``skip_special_tokens``.
+        """
+        check_choice("unit", unit, UNITS)
+        if skip_special_tokens:
+            return self.skip_special_tokens().aggregate(unit)
+        if unit == self.unit:
+            return self
+        if self.unit != "token" and unit != "depth":
+            raise ValueError(f"aggregate needs the explanation of tokens, this is one of {self.unit}s")
+        return self._replace(**(by_depth(self) if unit == "depth" else by_part(self, unit)))
+
+    def sum_depth(self) -> "Explanation":
+        """Contributions and credit summed over depth, [n, 1, n_cls]."""
+        arrays = (self.values, self.phi)
+        values, phi = (array.sum(1, keepdims=True, dtype=np.float64) for array in arrays)  # [n, 1, n_cls]
+        return self._replace(values=values, phi=phi, depths=["all depths"])
+
+    def skip_special_tokens(self) -> "Explanation":
+        """The explanation without special tokens; what they contributed is counted to the base."""
+        keep = ~self.special  # [n]
+        skipped = self.values[self.special].sum((0, 1), dtype=np.float64)  # [n_cls]
+        rows = {name: getattr(self, name)[keep] for name in ("values", "phi", "offsets", "special", "chunk")}
+        pieces = [piece for piece, kept in zip(self.pieces, keep, strict=True) if kept]
+        return self._replace(**rows, pieces=pieces, base_values=self.base_values + skipped)
+
+    def top(self, k: int = 10, output: Any = None) -> list[Part]:
+        """The k rows that count most for a class, up or down, most first.
+
+        Args:
+            k: how many; all if there are fewer.
+            output: the name of the class, None for the one with the highest score.
+        """
+        check_size("k", k)
+        values = self.totals(output)  # [n]
+        order = np.argsort(-abs(values), kind="stable")[:k]
+        spans = self.offsets.tolist()
+        return [Part(self.label(i), spans[i][0], spans[i][1], float(values[i])) for i in order]
+
+    def totals(self, output: Any = None) -> np.ndarray:
+        """What each row adds to the score of a class, all depths together: float64 [n]."""
+        return self.values[..., self.index(output)].sum(1, dtype=np.float64)  # [n]
+
+    def label(self, i: int) -> str:
+        """The characters of row i in the text, or its name where it has none."""
+        start, end = self.offsets[i]
+        return self.text[start:end] if self.unit == "token" and start < end else self.pieces[i]
+
+    def index(self, output: Any = None) -> int:
+        """The number of a class, None for the one with the highest score."""
+        if output is None:
+            return int(self.scores.argmax())
+        if str(output) not in self.output_names:
+            known = ", ".join(map(repr, self.output_names))
+            raise ValueError(f"output must be one of {known}, got {output!r}")
+        return self.output_names.index(str(output))
+
+    @property
+    def depth_names(self) -> list[str]:
+        """A name for each depth."""
+        names = {0: "embeddings"}
+        return [d if isinstance(d, str) else names.get(d, f"layer {d}") for d in self.depths]
+
+    @property
+    def completeness_error(self) -> np.float64:
+        """|sum values + base - score| / (sum |values| + |base|), of the class where it is largest."""
+        values, base = self.values.astype(np.float64), self.base_values.astype(np.float64)
+        error = abs(values.sum((0, 1)) + base - self.scores)  # [n_cls]
+        scale = abs(values).sum((0, 1)) + abs(base)  # [n_cls]
+        return np.max(np.divide(error, scale, out=np.where(error > 0, np.inf, 0.0), where=scale > 0))
+
+    def to_dataframe(self):
+        """A pandas data frame with contribution and phi of each row of this explanation, depth and class."""
+        return adapters.to_dataframe(self)
+
+    def to_shap(self):
+        """A ``shap.Explanation`` of the text, depths summed, that ``shap.plots.text`` draws."""
+        return adapters.to_shap(self)
+
+    def to_captum(self, output: Any = None) -> tuple[Tensor, Tensor]:
+        """Attributions [1, n, depth] and convergence delta [1] of a class, as captum returns them."""
+        return adapters.to_captum(self, self.index(output))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write to one safetensors file, whole or not at all; ``Explanation.load`` reads it."""
+        fields = vars(self)
+        tensors = {name: torch.from_numpy(field) for name, field in fields.items() if name in ARRAYS}
+        about = {name: field for name, field in fields.items() if name not in ARRAYS}
+        save_tensors(path, tensors, {"kind": "explanation", **about})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Explanation":
+        """Read what ``save`` wrote."""
+        tensors, about = load_tensors(path, "explanation")
+        del about["kind"]
+        return cls(**{**tensors, **about})
+
+    def to_html(
+        self, path: str | os.PathLike, *, unit: str = "word", outputs: Sequence[Any] | None = None
+    ) -> None:
+        """Write a web page that needs nothing but itself, whole or not at all.
+
+        Args:
+            path: the file; what was there is replaced.
+            unit: what to show tokens as: "token", "word", "sentence", "chunk" or "depth".
+            outputs: the classes to explain, None for the three with the highest scores.
+        """
+        from vecroute.explain.html import page
+
+        write_file(path, page(self, unit, outputs).encode())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from vecroute.explain.html import fragment
+
+        return fragment(self)
+
+    def plot(self, kind: str = "map", *, output: Any = None, of: str = "values", k: int = 20, ax: Any = None):
+        """Draw with matplotlib: (fig, ax).
+
+        Args:
+            kind: "map" of rows and depths as in the paper, special tokens left out, or "bars" that add up to
+                the score.
+            output: the class, None for the one with the highest score.
+            of: "values" for contributions or "phi" for credit, in the map.
+            k: number of bars; what is left has one together.
+            ax: where to draw, None for a new figure.
+        """
+        from vecroute.explain.plots import plot
+
+        return plot(self, kind, output=output, of=of, k=k, ax=ax)
+
+    def to_png(self, path: str | os.PathLike, kind: str = "map", **options: Any) -> None:
+        """Write what ``plot`` draws, whole or not at all."""
+        from vecroute.explain.plots import png
+
+        write_file(path, png(self, kind, **options))
+
+    def to_rich(self, *, output: Any = None, k: int = 10, unit: str = "word"):
+        """For a terminal, something that rich prints: the text, and the account of a score.
+
+        Args:
+            output: the class, None for the one with the highest score.
+            k: number of lines; what is left has one together.
+            unit: what to show tokens as.
+        """
+        from vecroute.explain.terminal import renderable
+
+        return renderable(self, output, k, unit)
+
+    def __rich__(self):
+        return self.to_rich()
+
+    def _replace(self, **changes: Any) -> "Explanation":
+        return Explanation(**{**vars(self), **changes})
+
+    def _of_outputs(self, weights: np.ndarray, names: Sequence[Any]) -> "Explanation":
+        """Linear combinations of the outputs, weights [n_new, n_cls]."""
+        fields = ("values", "phi", "base_values", "scores")
+        mixed = {name: getattr(self, name).astype(np.float64) @ weights.T for name in fields}
+        return self._replace(**mixed, output_names=names)
 
 
-def as_array(values: Any) -> np.ndarray:
-    """Arrays, tensors and numbers as a float32 array."""
+def as_array(values: Any, dtype: Any) -> np.ndarray:
+    """A copy of an array, tensor or sequence."""
     if isinstance(values, Tensor):
-        values = values.detach().float().cpu().numpy()
-    return np.asarray(values, dtype=np.float32)
+        values = values.detach().cpu()
+        values = (values.float() if values.is_floating_point() else values).numpy()
+    return np.array(values, dtype=dtype)
+
+
+def as_floats(name: str, values: Any, shape: tuple[int | None, ...], letters: str) -> np.ndarray:
+    """A float32 copy of an array or tensor of the given shape, None for any size."""
+    array = as_array(values, np.float32)
+    if array.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape, array.shape, strict=True)):
+        sizes = [c if n is None else f"{c}={n}" for c, n in zip(letters.split(), shape, strict=True)]
+        raise ValueError(f"{name} must be [{', '.join(sizes)}], got {list(array.shape)}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} must be finite numbers, got {array[~np.isfinite(array)][0]}")
+    return array
+
+
+def check_offsets(offsets: Any, n: int, text: str) -> np.ndarray:
+    """Offsets [n, 2] that lie inside the text."""
+    array = as_array(offsets, np.int32)  # [n, 2]
+    array = array if array.size else array.reshape(0, 2)
+    if array.shape != (n, 2):
+        raise ValueError(f"offsets must be [n={n}, 2], got {list(array.shape)}")
+    wrong = (array[:, 0] < 0) | (array[:, 0] > array[:, 1]) | (array[:, 1] > len(text))  # [n]
+    if wrong.any():
+        first = array[wrong][0].tolist()
+        raise ValueError(f"offsets must be 0 <= start <= end <= {len(text)}, the length of text, got {first}")
+    return array

@@ -1,0 +1,67 @@
+"""Sums over the tokens of each word, sentence or chunk of a text, or over all its tokens."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vecroute.explain.segment import Span, locate, sentences, words
+
+if TYPE_CHECKING:
+    from vecroute.explain.explanation import Explanation
+
+Named = dict[int, tuple[str, Span]]  # by number: what it is called, and its characters
+
+
+def by_part(explanation: "Explanation", unit: str) -> dict[str, Any]:
+    """The fields of an explanation by words, sentences or chunks, in the order of their first tokens."""
+    keys, parts = chunks(explanation) if unit == "chunk" else segments(explanation, unit)
+    rows = {key: row for row, key in enumerate(parts)}
+    group = np.array([rows[key] for key in keys], dtype=np.int64)  # [n]
+    sums = np.zeros((2, len(rows), *explanation.values.shape[1:]))  # [2, n_rows, depth, n_cls]
+    np.add.at(sums[0], group, explanation.values)
+    np.add.at(sums[1], group, explanation.phi)
+    special = np.ones(len(rows), dtype=bool)  # [n_rows]
+    np.logical_and.at(special, group, explanation.special)
+    return {
+        "values": sums[0],
+        "phi": sums[1],
+        "pieces": [piece for piece, _ in parts.values()],
+        "offsets": [span for _, span in parts.values()],
+        "special": special,
+        "chunk": explanation.chunk[np.unique(group, return_index=True)[1]],  # that of the first token
+        "unit": unit,
+    }
+
+
+def by_depth(explanation: "Explanation") -> dict[str, Any]:
+    """The fields of an explanation whose rows are depths."""
+    arrays = (explanation.values, explanation.phi)
+    values, phi = (array.sum(0, dtype=np.float64)[:, None] for array in arrays)  # [depth, 1, n_cls]
+    names = explanation.depth_names
+    rows = {"pieces": names, "offsets": np.zeros((len(names), 2)), "special": None, "chunk": None}
+    return {"values": values, "phi": phi, "depths": ["all depths"], "unit": "depth", **rows}
+
+
+def segments(explanation: "Explanation", unit: str) -> tuple[list[int], Named]:
+    """The word or sentence of each token; special tokens, which are in none, have negative numbers."""
+    text, offsets = explanation.text, explanation.offsets.tolist()
+    spans = words(text) if unit == "word" else sentences(text)
+    own = explanation.special.tolist()
+    keys = [-1 - i if k < 0 or own[i] else k for i, k in enumerate(locate(offsets, spans))]
+    parts: Named = {}
+    for k in dict.fromkeys(keys):
+        parts[k] = (
+            (text[slice(*spans[k])], spans[k]) if k >= 0 else (explanation.label(-1 - k), offsets[-1 - k])
+        )
+    return keys, parts
+
+
+def chunks(explanation: "Explanation") -> tuple[list[int], Named]:
+    """The chunk of each token, its special tokens included."""
+    keys = explanation.chunk.tolist()
+    parts: Named = {}
+    for k in dict.fromkeys(keys):
+        spans = explanation.offsets[(explanation.chunk == k) & ~explanation.special]  # [n_tokens, 2]
+        span = (int(spans[:, 0].min()), int(spans[:, 1].max())) if len(spans) else (0, 0)
+        parts[k] = (f"chunk {k}", span)
+    return keys, parts
