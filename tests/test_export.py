@@ -10,6 +10,7 @@ import torch
 from samples import KINDS, inputs, make
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 
 import vecroute as vr
@@ -34,6 +35,14 @@ MASKS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_graphs_from_before(tmp_path):
+    """Inductor keeps graphs on disk, by the names of their operators: it would find those of older code."""
+    torch.compiler.reset()
+    with fresh_cache(dir=tmp_path):
+        yield
+
+
 def gradients(layer: nn.Module, x_out: Tensor, x_inp: Tensor) -> list[Tensor]:
     of = [x_inp, *layer.parameters()]
     return list(torch.autograd.grad(x_out.square().sum(), of, materialize_grads=True))
@@ -41,7 +50,6 @@ def gradients(layer: nn.Module, x_out: Tensor, x_inp: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(("backend", "kind"), BACKENDS)
 def test_compile_in_one_graph_for_every_length(backend, kind):
-    torch.compiler.reset()
     layer, counter = make(kind).double(), CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for n_inp in (11, 13, 17, 6):
@@ -58,7 +66,6 @@ def test_compile_in_one_graph_for_every_length(backend, kind):
 
 @pytest.mark.parametrize("kind", ["auto", "reference"])
 def test_compile_route_of_a_fixed_layer_for_every_batch(kind):
-    torch.compiler.reset()
     layer, counter = make(kind, n_inp=11).double(), CompileCounterWithBackend("aot_eager")
     route = torch.compile(layer.route, fullgraph=True, backend=counter)
     for batch in (2, 3, 5):
@@ -69,7 +76,6 @@ def test_compile_route_of_a_fixed_layer_for_every_batch(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile_under_autocast(kind):
-    torch.compiler.reset()
     layer, x = make(kind), inputs()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):

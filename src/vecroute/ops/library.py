@@ -106,8 +106,10 @@ def loop_backward_op(
     with tf32_under_autocast(p):
         grad_x, grads = loop.backward(p, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x)
     parameters = {name: w for name, w in p.w._asdict().items() if w is not None}
+    # Contiguous, as the fake below promises to compilers.
     grads_w = [
-        grads[name].to(w.dtype) if name in grads else torch.zeros_like(w) for name, w in parameters.items()
+        grads[name].to(w.dtype).contiguous() if name in grads else w.new_zeros(w.shape)
+        for name, w in parameters.items()
     ]
     return [x_inp.new_empty(0) if grad_x is None else grad_x, *grads_w]
 
@@ -116,7 +118,7 @@ def loop_backward_op(
 def _(grad_x_out, x_inp, weights, *args):
     need_grad_x = args[-1]
     grad_x = torch.empty_like(x_inp) if need_grad_x else x_inp.new_empty(0)
-    return [grad_x, *(torch.empty_like(w) for w in weights)]
+    return [grad_x, *(w.new_empty(w.shape) for w in weights)]
 
 
 def _setup_context(ctx, inputs, output) -> None:
