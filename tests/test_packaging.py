@@ -148,9 +148,11 @@ def test_the_wheel_works_in_an_empty_environment(wheel, tmp_path):
     assert Path(lines[-1]) == site_packages / "vecroute/__init__.py"
 
 
-@pytest.mark.parametrize("block", python_blocks(), ids=lambda block: f"lines {block.count(chr(10))}")
-def test_the_python_of_the_readme_runs_as_written(block):
-    exec(compile(block, "README.md", "exec"), {})
+def test_the_python_of_the_readme_runs_as_written():
+    """From top to bottom, as somebody would type it."""
+    names: dict = {}
+    for block in python_blocks():
+        exec(compile(block, "README.md", "exec"), names)
 
 
 def test_the_readme_has_a_short_example():
