@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test test-all test-gpu check format build clean
+.PHONY: test test-all test-gpu check format bench build clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -24,6 +24,16 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A short run on any machine; docs/performance.md has the commands of the full ones.
+BENCH := build/bench
+bench: $(INSTALLED)
+	rm -rf $(BENCH)
+	$(BIN)/python benchmarks/scaling.py --short --seconds 0.05 --results $(BENCH)
+	$(BIN)/python benchmarks/heads.py --short --seconds 0.05 --results $(BENCH)
+	$(BIN)/python benchmarks/attention.py --short --seconds 0.05 --results $(BENCH)
+	$(BIN)/python benchmarks/credit.py --short --results $(BENCH)
+	$(BIN)/python benchmarks/plots.py --results $(BENCH)
+
 build: $(INSTALLED)
 	$(BIN)/python -m build --no-isolation
 
@@ -35,4 +45,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

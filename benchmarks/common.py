@@ -31,6 +31,9 @@ MB = 2**20
 MODES = ("fp32", "tf32", "bf16", "bf16-stored")  # bf16: autocast; bf16-stored: inputs and parameters too
 IMPLEMENTATIONS = ("reference", "chunked", "fused")
 WHICH = ("forward", "both")
+# What is large enough to reach the ceilings: the order of the factors of a product, the elements of a copy.
+N_MATMUL = {"cuda": 8192, "cpu": 2048}
+N_COPY = {"cuda": 2**30, "cpu": 2**26}
 
 Name = TypeVar("Name", bound=Hashable)
 Build = Callable[..., tuple[nn.Module, Tensor]]  # build(tiny=False): a model, and an input with gradient
@@ -229,7 +232,7 @@ def fresh_growth_mb(build: Build, which: str, mode: str) -> float:
 def in_fresh_process(function: Callable, *arguments: object) -> float:
     """function(*arguments) in a process of its own, forked from one that has only imported its modules."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "vecroute", "common"])
+    context.set_forkserver_preload(["torch._dynamo", "vecroute", "common"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -250,7 +253,7 @@ def available_mb(device: str) -> float:
 
 def matmul(mode: str, device: str) -> tuple[Callable[[], object], int]:
     """A large product in the precision of mode, for within ``product_precision``, and its FLOPs."""
-    n = 8192 if is_cuda(device) else 2048
+    n = N_MATMUL[torch.device(device).type]
     a, b = torch.randn(2, n, n, device=device, dtype=torch.float32 if "32" in mode else torch.bfloat16)
     return lambda: torch.mm(a, b), 2 * n**3
 
@@ -264,7 +267,7 @@ def matmul_rate(mode: str, device: str) -> float:
 
 def copy_rate(device: str) -> float:
     """Bytes per second, read and written, of a large copy."""
-    source = torch.ones(2**30 if is_cuda(device) else 2**26, device=device)
+    source = torch.ones(N_COPY[torch.device(device).type], device=device)
     target = torch.empty_like(source)
     return 2000 * source.nbytes / time_ms({"copy": lambda: target.copy_(source)}, device, 0.5)["copy"]
 

@@ -73,7 +73,7 @@ def flops(case: Case, *, kept: bool = False) -> tuple[int, int]:
     forward = 2 * case.n_iters + 2 * later
     # Per iteration grad_phi and a share of grad_x; in all but the first z, grad_x_hat, a share of grad_x.
     backward = 4 * case.n_iters + (4 if kept else 6) * later
-    if case.variable and kept:
+    if case.variable and kept and later:
         forward += 4  # two betas, once
         backward += 8  # gradients of their weights, and what they add to grad_x
     elif case.variable:

@@ -137,12 +137,13 @@ def fit(rows: list[dict], axis: str) -> list[dict[str, object]]:
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     common.add_layer_options(parser)
-    names = ("axes", "headline", "ten-million")
-    parser.add_argument("--cases", nargs="+", choices=names, default=names[:2])
+    cases_known = ("axes", "headline", "ten-million")
+    parser.add_argument("--cases", nargs="+", choices=cases_known, default=cases_known[:2])
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     about = common.about(options.device)
+    names = common.implementations(options, common.IMPLEMENTATIONS)
     bytes_per_s = common.copy_rate(options.device)
     flops_per_s: dict[str, float] = {}
     rows: list[dict] = []
@@ -151,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
             if mode not in flops_per_s:
                 flops_per_s[mode] = common.matmul_rate(mode, options.device)
             official = None
-            for name in common.implementations(options, common.IMPLEMENTATIONS):
+            for name in names:
                 figures = measure(case, name, mode, options)
                 official = figures if name == "official" else official
                 row = {"case": case_name, **case.columns, "implementation": name, "mode": mode, **figures}
