@@ -167,17 +167,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--mode", help="precision of scaling.png, by default that of its last row")
     parser.add_argument("--which", choices=PASSES, default="both", help="the pass drawn")
     options = parser.parse_args(arguments)
+    results, device = options.results, options.device
     with plt.rc_context(STYLE):
-        rows = read(options.results / "scaling.csv", options.device)
-        rows = [row for row in rows if row["case"] in AXES]
-        mode = options.mode or rows[-1]["mode"]
-        figure = scaling([row for row in rows if row["mode"] == mode], options.which)
-        save(figure, options.results / "scaling.png", f"{rows[-1]['device']}, {mode}")
-        rows = read(options.results / "attention.csv", options.device)
-        crossovers = read(options.results / "attention_crossovers.csv", options.device)
-        save(
-            attention(rows, crossovers, options.which), options.results / "attention.png", rows[-1]["device"]
-        )
+        rows = [row for row in read(results / "scaling.csv", device) if row["case"] in AXES]
+        if rows:
+            mode = options.mode or rows[-1]["mode"]
+            figure = scaling([row for row in rows if row["mode"] == mode], options.which)
+            save(figure, results / "scaling.png", f"{rows[-1]['device']}, {mode}")
+        else:
+            print("no scaling.png: scaling.csv has no rows of axes on this device")
+        rows = read(results / "attention.csv", device)
+        crossovers = read(results / "attention_crossovers.csv", device)
+        if rows:
+            save(attention(rows, crossovers, options.which), results / "attention.png", rows[-1]["device"])
+        else:
+            print("no attention.png: attention.csv has no rows of this device")
 
 
 def save(figure: Figure, path: Path, title: str) -> None:

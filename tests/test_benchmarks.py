@@ -262,3 +262,15 @@ def test_crossover(ratios, expected):
 def test_of_rows_measured_twice_the_later_is_drawn():
     rows = [{"N": "4", "ms": "1"}, {"N": "2", "ms": "3"}, {"N": "4", "ms": "2"}, {"N": "8", "ms": ""}]
     assert plots.points(rows, "N", "ms") == ([2.0, 4.0], [3.0, 2.0])
+
+
+def test_a_figure_without_rows_is_told(tiny, tmp_path, capsys):
+    scaling.main(options(tmp_path, "--cases", "axes", "--axes", "n_out", "--implementations", "chunked"))
+    attention.main(options(tmp_path, "--d", "16", "--lengths", "2", "4"))
+    capsys.readouterr()
+    plots.main(["--results", str(tmp_path), "--device", "another device"])
+    assert capsys.readouterr().out.splitlines() == [
+        "no scaling.png: scaling.csv has no rows of axes on this device",
+        "no attention.png: attention.csv has no rows of this device",
+    ]
+    assert not list(tmp_path.glob("*.png"))
