@@ -19,8 +19,8 @@ ROWS = [
     {"ops"},
     {"layers", "networks"},
     {"compose", "credit", "contribution", "affine", "factors", "freeze", "masks", "probe", "storage"},
-    {"training", "sampling", "progress", "heads", "encoders", "distributed"},
-    {"classifier", "explain"},
+    {"training", "sampling", "progress", "labels", "heads", "encoders", "distributed"},
+    {"classifier", "pretrained", "explain"},
     {"cli", "serve"},
 ]
 ROW = {module: number for number, row in enumerate(ROWS) for module in row}

@@ -32,11 +32,13 @@ PUBLIC_NAMES = {
     "PerVector",
     "Residual",
     "Routed",
+    "RoutingClassifier",
     "RoutingHead",
     "Sequential",
     "Sum",
     "VectorRouting",
     "contributions",
+    "encoders",
     "load_reference_state_dict",
     "networks",
 }

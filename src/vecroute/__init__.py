@@ -25,17 +25,23 @@ __all__ = [
     "PerVector",
     "Residual",
     "Routed",
+    "RoutingClassifier",
     "RoutingHead",
     "Sequential",
     "Sum",
     "VectorRouting",
     "contributions",
+    "encoders",
     "load_reference_state_dict",
     "networks",
 ]
 
 # Names that need more than torch: where they are, and the extra that brings what they need.
-_LAZY = {"Explanation": ("vecroute.explain", "data")}
+_LAZY = {
+    "Explanation": ("vecroute.explain", "data"),
+    "RoutingClassifier": ("vecroute.classifier", "hf,sklearn,data"),
+    "encoders": ("vecroute", "hf"),
+}
 
 
 def __getattr__(name: str):
@@ -45,6 +51,8 @@ def __getattr__(name: str):
 
     module, extra = _LAZY[name]
     try:
+        if module == __name__:
+            return import_module(f"{module}.{name}")
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         raise ImportError(f"{name} needs {error.name}: pip install 'vecroute[{extra}]'") from error

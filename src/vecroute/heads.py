@@ -1,5 +1,6 @@
 """Heads: the hidden states of every position at every depth in, class scores out."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from vecroute.compose import PerVector, Sequential
 from vecroute.layers import Routed, VectorRouting
-from vecroute.ops.checks import check_float_tensor, check_mask, check_size
+from vecroute.ops.checks import check_choice, check_float_tensor, check_mask, check_size
 
 
 class ResidualMLP(nn.Module):
@@ -124,6 +125,21 @@ class RoutingHead(nn.Module):
         """Like ``forward``, and the credit of every hidden state for every class, [..., i, n_cls]."""
         x_out, credit = self.network.route(*self.flatten(hidden_states, input_mask))
         return Routed(x_out[..., 0], credit)
+
+
+HEADS: dict[str, Callable[..., nn.Module]] = {"routing": RoutingHead, "paper": RoutingHead.paper}
+
+
+def make_head(name: str, *, seed: int, **options: Any) -> nn.Module:
+    """A head by name, with the initial weights of the seed.
+
+    Raises:
+        ValueError: no head has that name.
+    """
+    check_choice("head", name, tuple(HEADS))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return HEADS[name](**options)
 
 
 def compact(x_inp: Tensor, input_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ WARM_UP = 0.1  # of all steps, with a learning rate that rises from 0; then it f
 AVERAGED_STEPS = 100  # the weights that are validated and kept are a running mean over about so many steps
 CLIP_NORM = 1.0
 BATCH_BYTES = 128 * 1024**2  # of padded hidden states that go through the head at once
+CHECKPOINT_SECONDS = 5.0
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW
 
 
@@ -114,7 +115,7 @@ def train(
     recipe: Recipe,
     *,
     checkpoint: Path | None = None,
-    checkpoint_seconds: float = 10.0,
+    checkpoint_seconds: float | None = None,
     accelerator: Accelerator | None = None,
     show: bool = False,
 ) -> list[dict[str, float]]:
@@ -126,7 +127,7 @@ def train(
         recipe: how.
         checkpoint: a file to go on from if it is there, and to write now and then. Whoever goes on from it
             gets the weights that an undisturbed run would have given.
-        checkpoint_seconds: time between two checkpoints.
+        checkpoint_seconds: time between two checkpoints, None for 5.
         accelerator: None to make one.
         show: a progress bar.
 
@@ -137,7 +138,8 @@ def train(
         ValueError: the checkpoint belongs to another run.
     """
     accelerator = accelerator or make_accelerator()
-    return Trainer(head, task, recipe, accelerator, checkpoint, checkpoint_seconds).run(show)
+    seconds = CHECKPOINT_SECONDS if checkpoint_seconds is None else checkpoint_seconds
+    return Trainer(head, task, recipe, accelerator, checkpoint, seconds).run(show)
 
 
 class Trainer:

@@ -25,6 +25,7 @@ class Tokens(NamedTuple):
     end: list[int]  # one past the last character; 0 for special tokens
     special: list[bool]  # put there by the tokenizer, not by the text
     chunk: list[int]  # which chunk of the text it was encoded in
+    ids: list[int]  # in the vocabulary
 
 
 class Tokenized(NamedTuple):
@@ -44,12 +45,14 @@ class Tokenized(NamedTuple):
     def tokens(self) -> Tokens:
         """Where each routed position comes from, in order."""
         rows = [
-            (*((0, 0) if special else strip_span(self.text, *span)), bool(special), chunk)
-            for chunk, columns in enumerate(zip(self.keep, self.special, self.spans, strict=True))
-            for keep, special, span in zip(*columns, strict=True)
+            (*((0, 0) if special else strip_span(self.text, *span)), bool(special), chunk, token)
+            for chunk, columns in enumerate(
+                zip(self.keep, self.special, self.spans, self.chunks, strict=True)
+            )
+            for keep, special, span, token in zip(*columns, strict=True)
             if keep
         ]
-        return Tokens(*map(list, zip(*rows, strict=True))) if rows else Tokens([], [], [], [])
+        return Tokens(*map(list, zip(*rows, strict=True))) if rows else Tokens([], [], [], [], [])
 
 
 class Batch(NamedTuple):

@@ -1,0 +1,383 @@
+"""RoutingClassifier: a scikit-learn estimator on the hidden states of a frozen Transformer."""
+
+import functools
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
+from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
+from torch import Tensor
+
+from vecroute.contribution import contributions
+from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key
+from vecroute.encoders.text import TextEncoder
+from vecroute.explain import Explanation
+from vecroute.heads import make_head
+from vecroute.labels import check_label_sets, check_labels, check_texts, class_weights, split
+from vecroute.progress import progress_bar
+from vecroute.training import Recipe, Task, make_accelerator, train
+
+logger = logging.getLogger(__name__)
+
+WINDOW_CHARACTERS = 1_000_000  # of texts that are tokenized at a time
+
+
+class RoutingClassifier(ClassifierMixin, BaseEstimator):
+    """Classify texts by routing all hidden states of a frozen Transformer to class scores.
+
+    Args:
+        encoder: "minilm", a name on the Hugging Face hub, a folder, a loaded model or a ``TextEncoder``.
+        revision: of the encoder on the hub.
+        depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
+        head: "routing" or "paper".
+        head_options: for the head, see ``vecroute.RoutingHead``.
+        max_epochs, batch_size, lr, weight_decay, drop_inputs, mixup, label_smoothing, patience,
+            mixed_precision: see ``vecroute.training.Recipe``.
+        validation_fraction: of the texts, on which training is validated; 0 for none.
+        class_weight: None, "balanced", or a dict by label.
+        multi_label: whether a text may have any number of labels: y is then a collection of labels for each
+            text, or a table of zeros and ones, and ``predict`` gives such a table.
+        cache: where to keep hidden states: True for the user's cache folder, a folder, or False for nowhere.
+        cache_bytes: limit for that folder.
+        checkpoint: a file by which ``fit`` goes on where it was stopped; None for none.
+        device: None for the GPU if there is one.
+        random_state: the seed of everything random, an int.
+        verbose: whether to show progress, None for on terminals only.
+
+    Attributes:
+        classes_: the labels, in the order of the columns of ``predict_proba``.
+        head_: the trained head.
+        encoder_: the ``TextEncoder``.
+        history_: loss and validation of each epoch.
+    """
+
+    def __init__(
+        self,
+        encoder: Any = "minilm",
+        *,
+        revision: str | None = None,
+        depths: Sequence[int] | None = None,
+        max_length: int | None = None,
+        stride: int = 0,
+        special_tokens: bool = True,
+        head: str = "routing",
+        head_options: dict[str, Any] | None = None,
+        max_epochs: int | None = None,
+        batch_size: int = 32,
+        lr: float = 3e-3,
+        weight_decay: float = 0.05,
+        drop_inputs: float = 0.5,
+        mixup: float = 0.0,
+        label_smoothing: float = 0.0,
+        patience: int = 5,
+        mixed_precision: str = "auto",
+        validation_fraction: float = 0.1,
+        class_weight: Any = None,
+        multi_label: bool = False,
+        cache: bool | str | Path = True,
+        cache_bytes: int = 20 * 1024**3,
+        checkpoint: str | Path | None = None,
+        device: str | None = None,
+        random_state: int = 0,
+        verbose: bool | None = None,
+    ):
+        self.encoder = encoder
+        self.revision = revision
+        self.depths = depths
+        self.max_length = max_length
+        self.stride = stride
+        self.special_tokens = special_tokens
+        self.head = head
+        self.head_options = head_options
+        self.max_epochs = max_epochs
+        self.batch_size = batch_size
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.drop_inputs = drop_inputs
+        self.mixup = mixup
+        self.label_smoothing = label_smoothing
+        self.patience = patience
+        self.mixed_precision = mixed_precision
+        self.validation_fraction = validation_fraction
+        self.class_weight = class_weight
+        self.multi_label = multi_label
+        self.cache = cache
+        self.cache_bytes = cache_bytes
+        self.checkpoint = checkpoint
+        self.device = device
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.string, tags.input_tags.two_d_array = True, False
+        tags.classifier_tags.multi_label = self.multi_label
+        return tags
+
+    def __getstate__(self):
+        # The encoder can be loaded again, unless it came as an object.
+        state = dict(super().__getstate__())
+        if isinstance(self.encoder, str | Path):
+            state.pop("encoder_", None)
+        return state
+
+    def fit(self, X: Any, y: Any, *, validation: tuple[Any, Any] | None = None) -> "RoutingClassifier":
+        """Learn from texts and their labels.
+
+        Args:
+            X: texts: a list, a pandas Series, a numpy array.
+            y: a label for each.
+            validation: texts and labels to validate on instead of a part of X.
+
+        Raises:
+            ValueError, TypeError: texts or labels that are missing, empty, of one class only, ...
+        """
+        texts, task_labels, train_on, validate_on = self._samples(X, y, validation)
+        recipe = self._recipe()
+        accelerator = make_accelerator(self.device)
+        encoder = self._load_encoder(accelerator.device)
+        features = Features(encoder, texts, self._open_cache(encoder))
+        show = sys.stderr.isatty() if self.verbose is None else self.verbose
+        with progress_bar(show and accelerator.is_main_process, "hidden states", len(texts)) as bar:
+            features.prepare((accelerator.process_index, accelerator.num_processes), bar)
+        accelerator.wait_for_everyone()
+        if features.cache is not None:
+            features.cache.refresh()
+        head = self._new_head(encoder, len(task_labels.classes))
+        task = Task(
+            features,
+            task_labels.targets,
+            train_on,
+            validate_on,
+            class_weights(self.class_weight, task_labels, self.multi_label),
+            self.multi_label,
+            key=text_key("\0".join([encoder.key, *texts])),
+        )
+        checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
+        history = train(head, task, recipe, checkpoint=checkpoint, accelerator=accelerator, show=show)
+        if checkpoint is not None and accelerator.is_main_process:
+            checkpoint.unlink(missing_ok=True)
+        self.classes_ = task_labels.classes
+        self.encoder_, self.head_, self.history_ = encoder, head.eval(), history
+        self.weights_sha256_ = encoder.weights_sha256
+        self.n_texts_ = {"train": len(train_on), "validation": len(validate_on)}
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The label of each text; a table of zeros and ones [n, n_cls] where multi_label=True."""
+        scores = self._scores(X)  # [n, n_cls]
+        if self.multi_label:
+            return (scores > 0).long().numpy()
+        return self.classes_[scores.argmax(-1).numpy()]
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The probability of each class for each text, [n, n_cls], in the order of ``classes_``."""
+        scores = self._scores(X)  # [n, n_cls]
+        return (scores.sigmoid() if self.multi_label else scores.softmax(-1)).numpy()
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """The score of each class for each text, [n, n_cls]; with two classes their difference, [n]."""
+        scores = self._scores(X).numpy()  # [n, n_cls]
+        two = len(self.classes_) == 2 and not self.multi_label
+        return scores[:, 1] - scores[:, 0] if two else scores
+
+    def explain(self, X: Any, classes: Sequence[Any] | None = None) -> Any:
+        """What each token at each depth adds to the score of each class, and the credit phi.
+
+        Args:
+            X: one text or several.
+            classes: the labels to explain, None for all.
+
+        Returns:
+            An ``Explanation``, or a list of them for several texts.
+        """
+        check_is_fitted(self)
+        texts = check_texts([X] if isinstance(X, str) else X)
+        known = self.classes_.tolist()
+        asked = known if classes is None else list(classes)
+        for label in asked:
+            if label not in known:
+                raise ValueError(f"classes must be some of {known}, got {label!r}")
+        outputs = [known.index(label) for label in asked]
+        explained = [self._explain(text, outputs) for text in texts]
+        return explained[0] if isinstance(X, str) else explained
+
+    def save_pretrained(
+        self, folder: str | Path, *, overwrite: bool = False, about: dict | None = None
+    ) -> None:
+        """Write the classifier to a folder, whole or not at all; ``from_pretrained`` reads it.
+
+        Args:
+            folder: gets ``config.json``, ``model.safetensors`` and a model card, ``README.md``. The encoder
+                is referred to, not stored.
+            overwrite: replace a folder that is there.
+            about: more to remember, of JSON types.
+
+        Raises:
+            ValueError: the folder exists.
+        """
+        from vecroute.pretrained import save_classifier
+
+        check_is_fitted(self)
+        save_classifier(self, Path(folder), overwrite, about or {})
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        encoder: Any = None,
+        device: str | None = None,
+        verbose: bool | None = None,
+    ) -> "RoutingClassifier":
+        """Read what ``save_pretrained`` wrote.
+
+        Args:
+            folder: the folder.
+            encoder: where the encoder is now, None for where it was.
+            device, verbose: as in the constructor.
+
+        Raises:
+            ValueError: a file that is missing or damaged, or an encoder that is not the one of the training.
+        """
+        from vecroute.pretrained import load_classifier
+
+        return load_classifier(cls, Path(folder), encoder, device, verbose)
+
+    def _samples(self, X: Any, y: Any, validation: tuple[Any, Any] | None):
+        """Checked texts and labels, and which samples to train and to validate on."""
+        texts = check_texts(X)
+        check = check_label_sets if self.multi_label else check_labels
+        if validation is None:
+            labels = check(y, len(texts))
+            return (
+                texts,
+                labels,
+                *split(labels, self.validation_fraction, self.random_state, self.multi_label),
+            )
+        more = check_texts(validation[0], "validation")
+        labels = check([*y, *validation[1]], len(texts) + len(more))
+        n, n_more = len(texts), len(more)
+        return texts + more, labels, list(range(n)), list(range(n, n + n_more))
+
+    def _recipe(self) -> Recipe:
+        names = [field.name for field in fields(Recipe) if field.name != "seed"]
+        return Recipe(seed=self.random_state, **{name: getattr(self, name) for name in names})
+
+    def _new_head(self, encoder: TextEncoder, n_cls: int) -> torch.nn.Module:
+        sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": n_cls}
+        return make_head(self.head, seed=self.random_state, **sizes, **(self.head_options or {}))
+
+    def _load_encoder(self, device: torch.device) -> TextEncoder:
+        if isinstance(self.encoder, TextEncoder):
+            return self.encoder
+        options: dict[str, Any] = {
+            "revision": self.revision,
+            "depths": None if self.depths is None else tuple(self.depths),
+            "max_length": self.max_length,
+            "stride": self.stride,
+            "special_tokens": self.special_tokens,
+        }
+        if isinstance(self.encoder, str | Path):
+            return shared_encoder(str(self.encoder), folder_stamp(self.encoder), str(device), **options)
+        return TextEncoder(self.encoder, **options)
+
+    def _open_cache(self, encoder: TextEncoder) -> FeatureCache | None:
+        if self.cache is False or self.cache is None:
+            return None
+        folder = default_folder() if self.cache is True else Path(self.cache)
+        try:
+            return FeatureCache(folder, encoder.key, self.cache_bytes)
+        except OSError as error:
+            logger.warning("no cache of hidden states: %s", error)
+            return None
+
+    def _ready(self) -> tuple[TextEncoder, Any]:
+        """The encoder, loaded again if need be, and the head."""
+        check_is_fitted(self)
+        if not hasattr(self, "encoder_"):
+            self.encoder_ = self._load_encoder(next(self.head_.parameters()).device)
+        if self.encoder_.weights_sha256 != self.weights_sha256_:
+            raise ValueError(
+                f"encoder {self.encoder_.name!r} is not the one that this classifier was fitted with: "
+                f"its weights have sha256 {self.encoder_.weights_sha256}, expected {self.weights_sha256_}"
+            )
+        return self.encoder_, self.head_
+
+    @torch.inference_mode()
+    def _scores(self, X: Any) -> Tensor:
+        """The scores [n, n_cls] of texts in double precision, on the CPU."""
+        encoder, head = self._ready()
+        device, found = next(head.parameters()).device, []
+        for texts in windows(check_texts(X)):
+            scores = torch.empty(len(texts), len(self.classes_), device=device)  # [n, n_cls]
+            for batch in encoder.batches(encoder.tokenize(texts)):
+                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                    found_now = head(batch.hidden.to(device, torch.float32), batch.mask.to(device))
+                scores[batch.which] = found_now.float()
+            found.append(scores.cpu())
+        return torch.cat(found).double()
+
+    def _explain(self, text: str, outputs: list[int]) -> Explanation:
+        encoder, head = self._ready()
+        (tokenized,) = encoder.tokenize([text])
+        (hidden,) = encoder.encode([text])
+        hidden = hidden.clone().to(next(head.parameters()).device, torch.float32)  # [n_pos, depth, d_emb]
+        shape = (*hidden.shape[:2], len(outputs))
+        x_inp, _ = head.flatten(hidden)  # [i, d]
+        parts = [contributions(head.network, x_inp, output=j) for j in outputs]
+        values = torch.stack([part.values for part in parts], -1)  # [i, n]
+        with torch.no_grad():
+            credit = head.route(hidden).phi.unit_variance()
+            phi = torch.stack([credit.column(j) for j in outputs], -1)  # [i, n]
+        tokens = tokenized.tokens()
+        spans = list(zip(tokens.start, tokens.end, strict=True))
+        names = encoder.tokenizer.convert_ids_to_tokens(tokens.ids)
+        pieces = [
+            name if special else text[start:end]
+            for name, special, (start, end) in zip(names, tokens.special, spans, strict=True)
+        ]
+        return Explanation(
+            values=values.reshape(shape),
+            phi=phi.reshape(shape),
+            base_values=torch.stack([part.base for part in parts]),
+            scores=torch.stack([part.output for part in parts]),
+            output_names=[str(self.classes_[j]) for j in outputs],
+            text=text,
+            offsets=spans,
+            pieces=pieces,
+            special=tokens.special,
+            chunk=tokens.chunk,
+            depths=encoder.depths,
+        )
+
+
+@functools.lru_cache(maxsize=2)
+def shared_encoder(name: str, stamp: tuple, device: str, **options: Any) -> TextEncoder:
+    """One encoder for all classifiers with the same options, as long as its files stay the same."""
+    return TextEncoder(name, device=device, **options)
+
+
+def folder_stamp(name: str | Path) -> tuple:
+    """Changes with the files of a local folder; empty for a name."""
+    files = sorted(Path(name).glob("*")) if Path(name).is_dir() else []
+    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+
+
+def windows(texts: list[str]) -> Iterator[list[str]]:
+    """The texts, in groups of so many characters that tokens do not fill memory."""
+    group: list[str] = []
+    characters = 0
+    for text in texts:
+        if group and characters + len(text) > WINDOW_CHARACTERS:
+            yield group
+            group, characters = [], 0
+        group.append(text)
+        characters += len(text)
+    yield group
