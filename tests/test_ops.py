@@ -193,6 +193,7 @@ def test_nothing_but_empty_samples(device):
     routed = layer.route(torch.randn(0, 8), cu_seqlens=torch.tensor([0, 0, 0]))
     assert routed.phi.shape == (0, 5)
     assert torch.equal(routed.x_out, torch.zeros(2, 5, 6))
+    layer.route(torch.randn(0, 8), cu_seqlens=torch.tensor([0, 0, 0]), phi_out=torch.empty(0, 5))
 
 
 def test_nested_must_be_jagged():
@@ -204,6 +205,12 @@ def test_nested_must_be_jagged():
     jagged = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)], layout=torch.jagged)
     with pytest.raises(ValueError, match=r"cu_seqlens must be None for a nested x_inp"):
         layer(jagged, cu_seqlens=torch.tensor([0, 5]))
+    starts, lengths = torch.tensor([0, 0]), torch.tensor([3, 6])
+    holes = torch.nested.narrow(torch.randn(2, 6, 8), 1, starts, lengths, layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"a nested x_inp must have no holes"):
+        layer(holes)
+    with pytest.raises(TypeError, match=r"x_inp must be a tensor .*got a nested one"):
+        layer.trace(jagged)
 
 
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
@@ -218,6 +225,8 @@ def test_phi_of_some_outputs_and_into_a_memory_map(implementation, tmp_path, dev
     again = torch.from_file(str(tmp_path / "phi"), shared=False, size=360, device="cpu").view(3, 20, 6)
     assert torch.equal(again.to(device), whole.phi)
     torch.testing.assert_close(routed.x_out, whole.x_out)
+    assert not routed.x_out.requires_grad
+    assert not file.requires_grad
 
 
 def test_fused_says_why_it_cannot(monkeypatch):
@@ -233,10 +242,19 @@ def test_fused_says_why_it_cannot(monkeypatch):
 def test_bad_outputs_and_phi_out():
     layer = make(20, 6, 8, 4, fixed=True)
     x_inp = torch.randn(3, 20, 8)
-    with pytest.raises(ValueError, match=r"outputs must be some of 0, \.\.\., n_out - 1 = 5, got \[6\]"):
+    with pytest.raises(ValueError, match=r"outputs must be .* 0, \.\.\., n_out - 1 = 5, got \[6\]"):
         layer.route(x_inp, outputs=[6])
-    with pytest.raises(ValueError, match=r"phi_out must be .*here \[3, 20, 6\], got \[3, 20, 5\]"):
+    for outputs in (2, [1.5], "ab"):
+        with pytest.raises(TypeError, match=r"outputs must be a sequence of ints .*got"):
+            layer.route(x_inp, outputs=outputs)
+    with pytest.raises(ValueError, match=r"phi_out must be .*here \[3, 20, 6\], .*got \[3, 20, 5\]"):
         layer.route(x_inp, phi_out=torch.empty(3, 20, 5))
+    with pytest.raises(TypeError, match=r"phi_out must be .*got list"):
+        layer.route(x_inp, phi_out=[1.0])
+    with pytest.raises(ValueError, match=r"phi_out must be a floating-point tensor .*got torch.int64"):
+        layer.route(x_inp, phi_out=torch.empty(3, 20, 6, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"phi_out must be .*requires_grad=True"):
+        layer.route(x_inp, phi_out=torch.empty(3, 20, 6, requires_grad=True))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ class GeneralRouting(nn.Module):
 
     def _set_beta(self, name: str, beta: object, like: dict) -> None:
         if beta is not None:
-            if not callable(beta) and (isinstance(beta, bool) or not isinstance(beta, int | float)):
+            if not callable(beta) and (isinstance(beta, bool) or not isinstance(beta, Real)):
                 raise TypeError(
                     f"beta_{name} must be None (learned), a number or a function, got {type(beta).__name__}"
                 )

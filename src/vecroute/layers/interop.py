@@ -1,5 +1,7 @@
 """Weights of the public ``heinsen_routing`` package."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -8,22 +10,25 @@ from vecroute.layers.matrix import MatrixRouting
 from vecroute.layers.vector import VectorRouting
 
 
-def load_reference_state_dict(layer: nn.Module, state_dict: dict[str, Tensor]) -> None:
+def load_reference_state_dict(layer: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Load the weights of a module of the public ``heinsen_routing`` package into one of our layers.
 
     Its constant buffers (``CONST_...``) are not needed; ``compute_beta_use.weight`` [j, d] and its kin become
-    ``W_use`` [d, j].
+    ``W_use`` [d, j]. The layer also takes over the public code's flat prior, 1 / n_out rounded to float32;
+    that is no parameter, shows in float64 alone, and is not in the layer's own state_dict.
 
     Raises:
-        TypeError: layer is no routing layer.
+        TypeError: layer is no routing layer, or state_dict no dict of tensors.
         ValueError: a parameter is missing, unknown or of another shape.
     """
     if not isinstance(layer, VectorRouting | GeneralRouting | MatrixRouting):
         raise TypeError(f"layer must be a routing layer, got {type(layer).__name__}")
+    if not isinstance(state_dict, Mapping) or not all(isinstance(v, Tensor) for v in state_dict.values()):
+        raise TypeError(f"state_dict must be a dict of tensors by name, got {type(state_dict).__name__}")
     ours = {}
     for name, value in state_dict.items():
-        if name.startswith("compute_beta_"):
-            kind, what = name.removeprefix("compute_beta_").split(".")  # use.weight, ign.bias
+        kind, _, what = name.removeprefix("compute_beta_").partition(".")  # use.weight, ign.bias
+        if name.startswith("compute_beta_") and what in ("weight", "bias"):
             ours[f"W_{kind}" if what == "weight" else f"B_{kind}"] = value.mT if what == "weight" else value
         elif not name.startswith("CONST_"):
             ours[name] = value

@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ class VectorRouting(nn.Module):
         d_inp, d_out: size of input and output vectors.
         n_iters: number of iterations.
         normalize: bring each output vector to mean 0 and variance 1 at the end (not if d_out is 1).
-        implementation: "auto", "reference" or "chunked".
+        implementation: "auto", "reference", "chunked" or "fused" (CUDA). Only the reference gives phi a
+            gradient and second derivatives.
 
     Shapes:
         x_inp [..., n_inp, d_inp], input_mask [..., n_inp], pair_mask [..., n_inp, n_out]
@@ -56,6 +58,8 @@ class VectorRouting(nn.Module):
         for name, value in (("n_out", n_out), ("d_inp", d_inp), ("d_out", d_out), ("n_iters", n_iters)):
             check_size(name, value)
         check_choice("implementation", implementation, ops.IMPLEMENTATIONS)
+        if not isinstance(normalize, bool):
+            raise TypeError(f"normalize must be a bool, got {normalize!r} ({type(normalize).__name__})")
         self.n_inp, self.n_out, self.d_inp, self.d_out = n_inp, n_out, d_inp, d_out
         self.n_iters, self.normalize, self.implementation = n_iters, normalize, implementation
         self.prior = 1 / n_out
@@ -136,11 +140,9 @@ class VectorRouting(nn.Module):
         x_inp, cu_seqlens, nested = unpack_nested(x_inp, cu_seqlens)
         columns = self._check_outputs(outputs)
         if phi_out is not None:
-            check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
-            shape = [*x_inp.shape[:-1], self.n_out if columns is None else len(columns)]
-            if not isinstance(phi_out, Tensor) or list(phi_out.shape) != shape:
-                came = list(phi_out.shape) if isinstance(phi_out, Tensor) else type(phi_out).__name__
-                raise ValueError(f"phi_out must be a tensor [..., n_inp, n_out], here {shape}, got {came}")
+            packed = cu_seqlens is not None
+            check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2, may_be_empty=packed)
+            check_phi_out(phi_out, [*x_inp.shape[:-1], self.n_out if columns is None else len(columns)])
         x_out, phi = self._route(
             x_inp,
             input_mask,
@@ -180,9 +182,13 @@ class VectorRouting(nn.Module):
         """The columns asked for, None for all."""
         if outputs is None:
             return None
-        columns = [operator.index(j) for j in outputs]
+        expected = f"outputs must be a sequence of ints out of 0, ..., n_out - 1 = {self.n_out - 1}"
+        try:
+            columns = [operator.index(j) for j in outputs]
+        except TypeError as error:
+            raise TypeError(f"{expected}, got {outputs!r}") from error
         if not columns or not all(0 <= j < self.n_out for j in columns):
-            raise ValueError(f"outputs must be some of 0, ..., n_out - 1 = {self.n_out - 1}, got {columns}")
+            raise ValueError(f"{expected}, got {columns}")
         return columns
 
     def _check_packed(self, x_inp: Tensor, cu_seqlens: object, input_mask, pair_mask) -> Tensor:
@@ -192,10 +198,15 @@ class VectorRouting(nn.Module):
             raise TypeError(f"cu_seqlens must be {expected}, got {type(cu_seqlens).__name__}")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"cu_seqlens must be {expected}, got dtype {cu_seqlens.dtype}")
-        if self.n_inp is not None or x_inp.dim() != 2 or input_mask is not None or pair_mask is not None:
+        if cu_seqlens.device != x_inp.device:
+            raise ValueError(
+                f"cu_seqlens must be on the device of x_inp, {x_inp.device}, got {cu_seqlens.device}"
+            )
+        masked = input_mask is not None or pair_mask is not None
+        if self.n_inp is not None or x_inp.dim() != 2 or masked:
             raise ValueError(
                 "cu_seqlens needs a layer with n_inp=None, x_inp [total, d_inp] and no masks, "
-                f"got n_inp={self.n_inp}, x_inp {list(x_inp.shape)}"
+                f"got n_inp={self.n_inp}, x_inp {list(x_inp.shape)}, {'masks' if masked else 'no masks'}"
             )
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
             raise ValueError(f"cu_seqlens must be {expected}, got {list(cu_seqlens.shape)}")
@@ -207,12 +218,24 @@ class VectorRouting(nn.Module):
     def trace(
         self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
     ) -> list[Iteration]:
-        """Every quantity of every iteration, by the reference; x_out as Algorithm 2 leaves it."""
+        """Every quantity of every iteration, by the reference; x_out is not normalised, x_inp not packed."""
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
         masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
         iterations: list[Iteration] = []
         route_reference(x_inp, self.weights(), self.n_iters, *masks, self.prior, iterations)
         return iterations
+
+
+def check_phi_out(phi_out: object, shape: list[int]) -> None:
+    """Raise unless phi can be written to phi_out."""
+    expected = f"a floating-point tensor [..., n_inp, n_out], here {shape}, with no graph and not on meta"
+    if not isinstance(phi_out, Tensor):
+        raise TypeError(f"phi_out must be {expected}, got {type(phi_out).__name__}")
+    if list(phi_out.shape) != shape:
+        raise ValueError(f"phi_out must be {expected}, got {list(phi_out.shape)}")
+    if not phi_out.is_floating_point() or phi_out.requires_grad or phi_out.is_meta:
+        came = f"{phi_out.dtype} on {phi_out.device}, requires_grad={phi_out.requires_grad}"
+        raise ValueError(f"phi_out must be {expected}, got {came}")
 
 
 def unpack_nested(x_inp: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:
@@ -225,4 +248,8 @@ def unpack_nested(x_inp: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Ten
         )
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must be None for a nested x_inp, which has its own offsets")
-    return x_inp.values(), x_inp.offsets(), True  # type: ignore[attr-defined]  # jagged tensors have it
+    # What jagged tensors have beyond others; lengths say that there are holes between the samples.
+    nested: Any = x_inp
+    if nested.lengths() is not None:
+        raise ValueError("a nested x_inp must have no holes: call its contiguous() first")
+    return nested.values(), nested.offsets(), True

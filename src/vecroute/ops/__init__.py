@@ -59,7 +59,9 @@ def route(
         if not need_phi:
             return x_out, None
         phi = phi if outputs is None else phi[..., list(outputs)]  # [..., i, j]
-        return x_out, phi if phi_out is None else phi_out.copy_(phi)
+        if phi_out is None:
+            return x_out, phi
+        return x_out.detach(), phi_out.copy_(phi.detach())
     return route_streamed(
         x_inp,
         weights,

@@ -1,5 +1,7 @@
 """Checks of what users pass in: each error names the argument, what was expected and what came."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ def check_size(name: str, value: object, *, none_means: str | None = None) -> No
     if value is None and none_means is not None:
         return
     expected = "a positive int" + (f" or None ({none_means})" if none_means else "")
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
     if value < 1:
         raise ValueError(f"{name} must be {expected}, got {value}")
@@ -57,6 +59,8 @@ def check_float_tensor(name: str, x: object, expected: str, like: Tensor | None)
         raise TypeError(f"{name} must be a floating-point tensor {expected}, got {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor {expected}, got dtype {x.dtype}")
+    if x.is_nested:
+        raise TypeError(f"{name} must be a tensor {expected}, got a nested one")
     if like is None:
         return x
     if x.device != like.device:
