@@ -35,14 +35,13 @@ def to_dataframe(explanation: "Explanation"):
 def to_shap(explanation: "Explanation"):
     """A ``shap.Explanation`` whose data are the rows' strings and the spaces that follow them."""
     shap = require("shap", "eval")
-    values = explanation.values.sum(1, dtype=np.float64)  # [n, n_cls]
-    one = len(explanation.output_names) == 1
-    return shap.Explanation(
-        values=values[:, 0] if one else values,
-        base_values=float(explanation.base_values[0]) if one else explanation.base_values.astype(np.float64),
-        data=np.array(with_spaces(explanation), dtype=object),
-        output_names=explanation.output_names[0] if one else explanation.output_names,
+    found = shap.Explanation(
+        values=explanation.values.sum(1, dtype=np.float64),  # [n, n_cls]
+        base_values=explanation.base_values.astype(np.float64),  # [n_cls]
+        data=np.array(with_spaces(explanation), dtype=object),  # [n]
+        output_names=explanation.output_names,
     )
+    return found[:, 0] if len(explanation.output_names) == 1 else found
 
 
 def with_spaces(explanation: "Explanation") -> list[str]:

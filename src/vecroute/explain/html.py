@@ -61,7 +61,6 @@ def render(
             prefix=prefix,
             title=caption(explanation.text, 60),
             unit=rows.unit,
-            names=[explanation.output_names[explanation.index(name)] for name in outputs],
             n_outputs=len(explanation.output_names),
             panels=[panel(explanation, rows, name) for name in outputs],
             levels=range(1, LEVELS + 1),
@@ -75,7 +74,7 @@ def panel(explanation: "Explanation", rows: "Explanation", output: Any) -> dict[
     numbers = shown(rows, output)
     by_depth = rows.aggregate("depth")
     return {
-        "name": rows.output_names[rows.index(output)],
+        "name": caption(rows.output_names[rows.index(output)], 100),
         "score": numbers.number(numbers.score),
         "pieces": heat(rows, numbers),
         "bars": bars(rows, numbers, output),

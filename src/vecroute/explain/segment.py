@@ -12,7 +12,10 @@ Span = tuple[int, int]  # first character and one past the last
 WORD_BOUNDARY = regex.compile(r"(?w)\b")
 VISIBLE = regex.compile(r"[^\s\p{C}\p{Z}]|\p{Co}|\p{Cn}|\p{Cs}")
 
-SENTENCE_END = regex.compile(r"""[.!?…]+["'”’»)\]]*\s+|[。！？]+["'”’»」』）]*\s*|\n\s*\n\s*""")
+# Nothing is tried twice (++, and the look behind), so long runs of full stops or spaces take no longer.
+SENTENCE_END = regex.compile(
+    r"""(?<![.!?…])[.!?…]++["'”’»)\]]*+\s++|[。！？]++["'”’»」』）]*+\s*+|\n(?:[^\S\n]*+\n)++\s*+"""
+)
 LAST_WORD = regex.compile(r"\w+(?=\s*$)")
 TITLES = {"mr", "mrs", "ms", "dr", "prof", "st", "vs"}
 

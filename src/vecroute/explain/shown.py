@@ -67,9 +67,9 @@ def shown(explanation: "Explanation", output: Any = None, decimals: int | None =
 
 
 def decimals_of(values: Iterable[float]) -> int:
-    """How many decimals show the largest of the values with a few significant digits."""
+    """How many decimals show the largest of the values with a few significant digits; two at least."""
     largest = max(map(abs, values))
-    return DIGITS if largest == 0 else min(max(DIGITS - 1 - math.floor(math.log10(largest)), 0), 12)
+    return DIGITS if largest == 0 else min(max(DIGITS - 1 - math.floor(math.log10(largest)), 2), 12)
 
 
 def strongest(values: Sequence[int], k: int) -> list[int]:
