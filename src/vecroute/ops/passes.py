@@ -48,7 +48,7 @@ def rows_of_a_chunk(p: Problem) -> int:
         return max(64, min(2048, 2**18 // p.n_out))
     # What a row has in buffers; together they stay small beside x_inp.
     row = (4 if p.variable else 2) * p.n_out * p.dtype.itemsize
-    return max(1024, max(2**26, p.x_inp.numel() * p.x_inp.element_size() // 56) // row)
+    return max(1024, max(2**26, p.x_inp.numel() * p.x_inp.element_size() // 28) // row)
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
