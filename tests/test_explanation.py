@@ -1,6 +1,7 @@
 """Explanation: its data, sums that hold whatever is aggregated, files, tables and other tools' forms."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from explanations import HOSTILE, explain
 from hypothesis import given
 from hypothesis import strategies as st
+from test_credit_guide import run
 
 import vecroute as vr
 from vecroute.explain.explanation import ARRAYS, UNITS
@@ -489,3 +491,9 @@ class TestMissingPackages:
     def test_a_name_that_is_none(self):
         with pytest.raises(AttributeError, match="module 'vecroute' has no attribute 'Explanations'"):
             _ = vr.Explanations
+
+
+def test_the_guide_prints_what_it_says(capsys):
+    printed, expected = run((Path(__file__).parents[1] / "docs/explanations.md").read_text(), capsys)
+    assert len(expected) >= 10
+    assert printed == expected
