@@ -204,6 +204,17 @@ def test_pair_mask_goes_to_the_first_routing():
     close(got, expected)
 
 
+def test_a_pair_mask_that_no_part_takes_is_refused():
+    x_inp, pair_mask = inputs(2, 7, D), torch.ones(7, 7, dtype=torch.bool)
+    for network in (vr.PerVector(nn.GELU()), vr.Sequential(vr.Residual(vr.PerVector(nn.GELU())))):
+        for verb in (network, network.route):
+            with pytest.raises(ValueError, match="pair_mask needs a routing that sees the inputs"):
+                verb(x_inp, pair_mask=pair_mask)
+    # What comes first need not take it where something after it does.
+    network = vr.Sequential(vr.Sequential(vr.PerVector(nn.GELU())), routing(None, 7))
+    assert network(x_inp, pair_mask=pair_mask).shape == (2, 7, D)
+
+
 def test_forward_asks_for_no_credit(monkeypatch):
     network, x_inp = deep(), inputs(6, D)
     expected = network(x_inp)
@@ -359,6 +370,33 @@ def test_unknown_modules_are_named():
     mask = torch.ones(2, 6, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"masks cannot pass through LayerNorm: wrap it in .*PerVector"):
         vr.Sequential(nn.LayerNorm(D, dtype=torch.float64), routing(None, 4))(x_inp, input_mask=mask)
+
+
+@pytest.mark.parametrize("ask", [lambda network, x: network.route(x), vr.contributions])
+@pytest.mark.parametrize(
+    ("f", "shape"),
+    [
+        (lambda x: x + x[..., :1, :], (2, 5, D)),
+        (lambda x: x + x[..., 1:2, :], (2, 5, D)),
+        (lambda x: x + x[..., -1:, :], (2, 5, D)),
+        (lambda x: x.flip(-2), (2, 5, D)),
+        (lambda x: x.flip(-2), (5, D)),
+        (lambda x: x - x.mean(0, keepdim=True), (2, 1, D)),
+        (lambda x: x - x.mean(1, keepdim=True), (2, 3, 6, D)),
+        (lambda x: x + x[-1:], (2, 3, 6, D)),
+        (lambda x: x + torch.cat([x[:, 2:], x[:, :2]], 1) if x.shape[1] == 3 else 1 / 0, (2, 3, 6, D)),
+    ],
+)
+def test_no_mixing_is_missed(f, shape, ask):
+    x_inp = inputs(*shape)
+
+    def F(x: Tensor) -> Tensor:  # [..., i, d] -> [..., i, j, h]
+        return f(x)[..., None, :].expand(*x.shape[:-1], 4, D)
+
+    with pytest.raises(ValueError, match=r"PerVector\(<lambda>\) mixes vectors"):
+        ask(vr.Sequential(vr.PerVector(f), routing(None, 2)), x_inp)
+    with pytest.raises(ValueError, match=r"F \(F\) of GeneralRouting mixes vectors"):
+        ask(vr.Sequential(general(F)), x_inp)
 
 
 def test_votes_that_mix_inputs():

@@ -332,6 +332,22 @@ def test_unused_inputs_contribute_nothing_whatever_the_module_makes_of_zeros():
     close(got.values[..., :4], vr.contributions(network, x_inp[:4]).values)
 
 
+@pytest.mark.parametrize("module", [None, nn.LayerNorm(D, **LIKE), nn.GELU()])
+def test_an_input_without_pairs_contributes_nothing_whatever_it_is(module):
+    for layer in (routing(None, 4), general(lambda x: torch.stack([x, 2 * x, x + 1, -x], -2))):
+        network = layer if module is None else vr.Sequential(vr.PerVector(module), layer)
+        x_inp = randn(2, 6, D)  # [b, i, d]
+        pair_mask = torch.ones(6, layer.n_out, dtype=torch.bool)  # [i, j]
+        pair_mask[3] = False
+        expected = vr.contributions(network, x_inp, pair_mask=pair_mask)
+        x_inp[:, 3] = torch.nan
+        got = vr.contributions(network, x_inp, pair_mask=pair_mask)
+        close(got.values, expected.values)
+        close(got.base, expected.base)
+        close(got.output, expected.output)
+        assert (got.values[..., 3] == 0).all()
+
+
 def test_an_activation_is_its_argument_times_a_gate():
     """Checked by hand: GELU(x) = gate(x) x, so the gradient that contributions see is the gate alone."""
     layer = routing(None, 2, d_out=1)
@@ -371,6 +387,15 @@ def test_what_cannot_be_split_is_named(module):
     name = getattr(module, "__name__", type(module).__name__)
     with pytest.raises(ValueError, match=rf"PerVector\({name}\) cannot be split into contributions"):
         vr.contributions(network, randn(7, D))
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: x / (1 + x.abs()), lambda x: x / (1 + torch.relu(x)), lambda x: 1 / (1 + x)]
+)
+def test_what_is_infinite_once_held_is_not_affine(f):
+    layer = vr.VectorRouting(n_inp=None, n_out=3, d_inp=4, d_out=5)
+    with pytest.raises(ValueError, match=r"PerVector\(<lambda>\) cannot be split into contributions"):
+        vr.contributions(vr.Sequential(vr.PerVector(f), layer), torch.randn(2, 6, 4))
 
 
 def general(F) -> vr.GeneralRouting:

@@ -152,6 +152,45 @@ def test_unit_variance_where_there_is_nothing():
     close(scaled[1].std(correction=0), torch.tensor(1.0, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float64, 1e200),
+        (torch.float32, 1e25),
+        (torch.float32, 1e-25),
+        (torch.float32, 1.0),
+        (torch.float16, 1e3),
+        (torch.float16, 1.0),
+        (torch.float16, 1e-4),
+        (torch.bfloat16, 1e25),
+    ],
+)
+def test_unit_variance_of_any_size(dtype, size, grouped):
+    noise = randn(40_000, 2)  # [i, j]
+    phi = (noise * size).to(dtype)  # [i, j]
+    factor = Product([Matrix(phi), Matrix(torch.eye(2, dtype=dtype))]) if grouped else phi
+    got = vr.Credit(factor).unit_variance().dense()  # [i, j]
+    assert got.dtype == dtype
+    expected = phi.double() / (phi.double() / size).std(correction=0) / size  # [i, j]
+    torch.testing.assert_close(
+        got, expected.to(dtype), rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.1, -3e-4, 1234.5])
+def test_constant_credit_is_left_as_it_is(dtype, value):
+    phi = torch.full((2, 40_000, 2), value, dtype=dtype)  # [b, i, j]
+    phi[0, ::2] *= 1 + torch.finfo(dtype).eps  # rounding is no variance
+    phi.requires_grad_()
+    got = vr.Credit(phi).unit_variance().dense()  # [b, i, j]
+    assert torch.equal(got, phi)
+    got.sum().backward()
+    assert phi.grad is not None
+    assert torch.equal(phi.grad, torch.ones_like(phi))
+
+
 def test_samples():
     credit = sample_credit()
     dense, mask = credit.dense(), credit.input_mask

@@ -47,10 +47,33 @@ def _hold_per_vector(module: PerVector, x: Tensor, masks: Masks) -> tuple[Tensor
     def affine(x: Tensor, unit: Tensor | None) -> Tensor:
         return gates.run(lambda x: module(x, masks.input_mask), x)  # [..., i, h]
 
+    x = x.view_as(x)  # [..., i, d], for a hook of its own
     x_out = affine(x, None)  # [..., i, h]
+    _stop_gradients_of_nothing(x, x_out)
     check_independent(module_name(module), module.module, x, module.probed)
     check_affine(module_name(module), module.module, x, module.probed)
     return x_out, affine
+
+
+def _stop_gradients_of_nothing(x: Tensor, x_out: Tensor) -> None:
+    """Where nothing depends on an output vector [..., i, h], its input has gradient 0, though it be NaN."""
+    if not (x.requires_grad and x_out.requires_grad):
+        return
+    counts = {}
+
+    def look(gradient: Tensor) -> None:
+        counts["i"] = (gradient != 0).any(-1, keepdim=True)  # [..., i, 1]
+
+    x_out.register_hook(look)
+    x.register_hook(lambda gradient: gradient.where(counts["i"], 0.0))
+
+
+def _in_some_pair(masks: Masks) -> Tensor | None:
+    """[..., i] True at the inputs that are used and have a pair that takes part; None if all are."""
+    if masks.pair_mask is None:
+        return masks.input_mask
+    paired = masks.pair_mask.bool().any(-1)  # [..., i]
+    return paired if masks.input_mask is None else paired & masks.input_mask
 
 
 def _hold_vector_routing(layer: VectorRouting, x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
@@ -63,10 +86,10 @@ def _hold_vector_routing(layer: VectorRouting, x: Tensor, masks: Masks) -> tuple
         n_inp = phi.new_tensor(x.shape[-2]) if masks.input_mask is None else masks.input_mask.sum(-1)
         sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()[..., None, None]  # [..., 1, 1]
 
-    N = Gates()
+    N, paired = Gates(), _in_some_pair(masks)
 
     def affine(x: Tensor, unit: Tensor | None) -> Tensor:
-        y = phi.mT @ used(x, masks.input_mask).to(dtype) / sqrt_n_inp  # [..., j, d]
+        y = phi.mT @ used(x, paired).to(dtype) / sqrt_n_inp  # [..., j, d]
         s = phi.sum(-2) if unit is None else (phi * unit.to(dtype)[..., None]).sum(-2)  # [..., j]
         x_out = (W_F1 * y) @ W_F2 + s[..., None] * B_F2  # [..., j, h]
         return (N.run(normalize, x_out) if layer.normalize else x_out).to(x.dtype)  # [..., j, h]
@@ -80,10 +103,10 @@ def _hold_general_routing(layer: GeneralRouting, x: Tensor, masks: Masks) -> tup
         value, phi = layer.route(x, masks.input_mask, masks.pair_mask)  # [..., j, h], [..., i, j]
     check_independent_votes(layer, x)
     check_affine(f"F ({module_name(layer.F)}) of GeneralRouting", layer.F, x, layer.probed)
-    gates = Gates()
+    gates, paired = Gates(), _in_some_pair(masks)
 
     def votes(x: Tensor) -> Tensor:
-        x = used(x, masks.input_mask)  # [..., i, d]
+        x = used(x, paired)  # [..., i, d]
         return gates.run(lambda x: call_network(layer.F, (x,), masks.input_mask), x)  # [..., i, j, h]
 
     def affine(x: Tensor, unit: Tensor | None) -> Tensor:

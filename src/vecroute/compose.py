@@ -10,8 +10,16 @@ from torch import Tensor, nn
 from vecroute.credit import Credit
 from vecroute.factors import Block, Blocks, Diagonal, Factor, Matrix, Product
 from vecroute.layers import GeneralRouting, Routed, VectorRouting
-from vecroute.masks import Masks, all_or_none, as_arguments, concatenated, joined_input_mask, masks_of, used
-from vecroute.ops.checks import check_mask
+from vecroute.masks import (
+    Masks,
+    all_or_none,
+    as_arguments,
+    concatenated,
+    joined_input_mask,
+    leaves,
+    masks_of,
+    used,
+)
 from vecroute.probe import check_independent
 
 # How a network runs one of its parts: (part, x_inp, masks) -> (x_out, factor of the credit or None).
@@ -29,8 +37,15 @@ class Network(nn.Module):
         """What is known of the vectors that come out, given the same of those that go in."""
         raise NotImplementedError
 
-    def forward(self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None) -> Tensor:
-        return self.run(x_inp, masks_of(x_inp, input_mask, pair_mask), _forward)[0]
+    def forward(
+        self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None, *, is_part: bool = False
+    ) -> Tensor:
+        """Run the network; ``is_part`` if what comes after it may take the pair_mask that it does not."""
+        masks = masks_of(x_inp, input_mask, pair_mask)
+        x_out = self.run(x_inp, masks, _forward)[0]  # [..., j, h]
+        if not is_part:
+            check_pair_mask(self, masks)
+        return x_out
 
     def route(self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None) -> Routed:
         """Like ``forward``, and the end-to-end ``Credit`` [..., i, j] of every input for every output.
@@ -64,9 +79,14 @@ class PerVector(Network):
         self.module = module
         self.probed: set = set()
 
-    def forward(self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None) -> Tensor:
+    def forward(
+        self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None, *, is_part: bool = False
+    ) -> Tensor:
         check_one_tensor(self, x_inp)
-        input_mask = check_mask("input_mask", input_mask, x_inp, sizes={"n_inp": x_inp.shape[-2]})
+        masks = masks_of(x_inp, input_mask, pair_mask)
+        if not is_part:
+            check_pair_mask(self, masks)
+        input_mask = masks.input_mask  # [..., i]
         x_out = self.module(used(x_inp, input_mask))  # [..., i, h]
         if not isinstance(x_out, Tensor) or x_out.shape[:-1] != x_inp.shape[:-1]:
             expected = [*x_inp.shape[:-1], "d_out"]
@@ -231,7 +251,8 @@ def check_network(network: nn.Module, name: str = "network") -> None:
 
 def check_pair_mask(network: nn.Module, masks: Any) -> None:
     """Raise if no routing of the network took the pair_mask."""
-    if after(network, masks).pair_mask is not None:
+    given = any(m.pair_mask is not None for m in leaves(masks))
+    if given and after(network, masks).pair_mask is not None:
         raise ValueError(f"pair_mask needs a routing that sees the inputs, {module_name(network)} has none")
 
 
@@ -251,7 +272,7 @@ def check_one_tensor(module: nn.Module, x: Any) -> None:
 
 def _forward(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, None]:
     if isinstance(module, Network):
-        return module(x, *as_arguments(masks)), None
+        return module(x, *as_arguments(masks), is_part=True), None
     check_one_tensor(module, x)
     if isinstance(module, VectorRouting | GeneralRouting):
         return module(x, masks.input_mask, masks.pair_mask), None

@@ -166,7 +166,10 @@ def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Seque
             gradients = torch.autograd.grad(total, at, retain_graph=more, materialize_grads=True)
         else:  # the votes do not depend on the inputs
             gradients = tuple(map(torch.zeros_like, at))
-        row = [(g * x.detach()).sum(-1) for g, x in zip(gradients, inputs, strict=False)]  # [..., i] each
+        # What has no gradient contributes nothing, though it be NaN.
+        row = [
+            (g * x.detach()).where(g != 0, 0.0).sum(-1) for g, x in zip(gradients, inputs, strict=False)
+        ]  # [..., i] each
         for position, gradient in enumerate(gradients[len(inputs) :]):
             row[position] = row[position] + gradient  # [..., i]
         rows.append(torch.cat(row, -1))  # [..., i]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vecroute.factors import Diagonal, Factor, Matrix, Product, pack, unpack
+from vecroute.factors import Factor, Matrix, divided, pack, unpack
 from vecroute.ops.checks import check_float_tensor, check_size
 from vecroute.storage import load_tensors, require, save_tensors
 
@@ -88,23 +88,31 @@ class Credit:
         """Credit divided by its standard deviation over the used inputs and all outputs of the same sample.
 
         The paper scales so, but over the whole batch, which lets one sample's answer depend on the others.
-        A sample whose credit is all the same is left as it is.
+        A sample whose credit is all the same, but for rounding, is left as it is. Computed in float64.
         """
         n_out, like = self.shape[-1], self.factor.like
-        used = like.new_ones(()).expand(self.shape[:-1])[..., None]  # [..., i, 1]
+        used = torch.ones((), dtype=torch.float64, device=like.device).expand(
+            *self.shape[:-1], 1
+        )  # [..., i, 1]
         if self.input_mask is not None:
             used = used * self.input_mask[..., None]  # [..., i, 1]
         n_pairs = used.sum((-2, -1), keepdim=True).clamp(min=1) * n_out  # [..., 1, 1]
-        total = (self.factor.right(like.new_ones(n_out, 1)) * used).sum((-2, -1), keepdim=True)
-        mean = total / n_pairs  # [..., 1, 1]
-        squares = torch.zeros_like(mean)  # [..., 1, 1]
         width = max(1, BUDGET // max(1, self.shape[:-1].numel()))
-        for j in range(0, n_out, width):
-            columns = self._columns(j, min(width, n_out - j))  # [..., i, width]
-            squares = squares + ((columns - mean).square() * used).sum((-2, -1), keepdim=True)
-        std = (squares / n_pairs).sqrt()[..., 0]  # [..., 1]
-        scale = torch.where(std > 0, 1 / std, 1.0).expand(*std.shape[:-1], n_out)  # [..., j]
-        return Credit(Product([self.factor, Diagonal(scale)]), self.input_mask)
+        starts = range(0, n_out, width)
+
+        def columns(j: int) -> Tensor:
+            return self._columns(j, min(width, n_out - j)).double() * used  # [..., i, width]
+
+        peak = torch.stack([columns(j).detach().abs().amax((-2, -1), keepdim=True) for j in starts]).amax(0)
+        peak = peak.where(peak > 0, 1.0)  # [..., 1, 1], so that no square is too large or too small
+        mean = sum((columns(j) / peak).sum((-2, -1), keepdim=True) for j in starts) / n_pairs  # [..., 1, 1]
+        squares = torch.zeros_like(mean)  # [..., 1, 1]
+        for j in starts:
+            squares = squares + ((columns(j) / peak - mean).square() * used).sum((-2, -1), keepdim=True)
+        variance = squares / n_pairs  # [..., 1, 1]
+        varies = variance > (4 * torch.finfo(like.dtype).eps * mean).square()  # [..., 1, 1]
+        std = torch.where(varies, peak, 1.0) * variance.where(varies, 1.0).sqrt()  # [..., 1, 1]
+        return Credit(divided(self.factor, std), self.input_mask)
 
     def __getitem__(self, index: Any) -> "Credit":
         """The credit of some samples: ``credit[b]``, ``credit[2:5]``, ``credit[b, c]``."""

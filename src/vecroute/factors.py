@@ -186,6 +186,22 @@ def multiply(chain: Sequence[Factor | Tensor]) -> Tensor:
     return whole if isinstance(whole, Tensor) else whole.dense()
 
 
+def divided(factor: Factor, divisor: Tensor) -> Factor:
+    """The factor divided by a number for each sample, [..., 1, 1], in its own dtype.
+
+    The quotient is written out, for 1 / divisor may be too large for the dtype.
+    """
+    if isinstance(factor, Product):
+        return Product([*factor.factors[:-1], divided(factor.factors[-1], divisor)])
+    if isinstance(factor, Blocks):
+        return Blocks(
+            [Block(divided(b.factor, divisor), b.i, b.j) for b in factor.blocks], *factor.shape[-2:]
+        )
+    if isinstance(factor, Diagonal):
+        return Diagonal((factor.diagonal / divisor[..., 0]).to(factor.like.dtype))
+    return Matrix((factor.dense() / divisor).to(factor.like.dtype))
+
+
 def pack(factor: Factor, tensors: dict[str, Tensor]) -> list:
     """Describe a factor in JSON types; its tensors are added to ``tensors`` under the names used there."""
     if isinstance(factor, Product):

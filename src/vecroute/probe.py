@@ -15,8 +15,9 @@ N_PROBE = 64
 def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probed: set) -> None:
     """Raise if an output vector of the module depends on another input vector than its own.
 
-    NaN in one vector reaches everything that is computed from it, whatever the weights, so it may show in the
-    output of that vector alone.
+    NaN in a vector reaches everything that is computed from it, whatever the weights, so it may show in the
+    output of that vector alone. Vectors of all samples are numbered, and poisoned by the bits of their
+    numbers: any two differ in a bit, so for either of them there is a run that poisons it and not the other.
 
     Args:
         name: how the error calls the module.
@@ -24,17 +25,22 @@ def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, 
         x: [..., i, d] tells the number, size, dtype and device of the vectors.
         probed: where to remember that the module passed.
     """
-    if x.shape[-2] == 1 or _key("independent", module, x) in probed:
+    if x.shape[:-1].numel() == 1 or _key("independent", module, x) in probed:
         return
     with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
         vectors = _vectors(module, x)  # [..., n, d]
-        own = (*(0 for _ in x.shape[:-2]), vectors.shape[-2] // 2)  # a vector of the first of two samples
-        poisoned = vectors.clone()  # [..., n, d]
-        poisoned[own] = torch.nan
-        spread = _call(module, poisoned).isnan() & ~_call(module, vectors).isnan()  # [..., n, any more]
-        spread[own] = False
-    if spread.any():
-        raise ValueError(f"{name} mixes vectors: one of its outputs depends on another input than its own")
+        shape, count = vectors.shape[:-1], vectors.shape[:-1].numel()
+        numbers = torch.arange(count, device=x.device).reshape(shape)  # [..., n]
+        clean = _call(module, vectors).isnan()  # [..., n, any more]
+        for bit in range((count - 1).bit_length()):
+            odd = (numbers >> bit) % 2 == 1  # [..., n]
+            for own in (odd, ~odd):  # [..., n]
+                poisoned = vectors.masked_fill(own[..., None], torch.nan)  # [..., n, d]
+                spread = _call(module, poisoned).isnan() & ~clean  # [..., n, any more]
+                if spread[~own].any():
+                    raise ValueError(
+                        f"{name} mixes vectors: one of its outputs depends on another input than its own"
+                    )
     probed.add(_key("independent", module, vectors))
 
 
@@ -58,7 +64,8 @@ def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probe
         try:
             f_a, f_b, f_mix = f(a), f(b), f(0.3 * a + 0.7 * b)  # [..., n, any more] each
             error = torch.maximum((f_a - value).abs(), (0.3 * f_a + 0.7 * f_b - f_mix).abs()).max()
-            fits = error <= torch.finfo(x.dtype).eps ** 0.5 * torch.maximum(f_a.abs(), f_b.abs()).max()
+            tolerance = torch.finfo(x.dtype).eps ** 0.5 * torch.maximum(f_a.abs(), f_b.abs()).max()
+            fits = bool(error.isfinite() and error <= tolerance)  # infinity is no more than infinity
         except (IndexError, RuntimeError):  # it took another path through its code
             fits = False
     if not fits:
@@ -71,21 +78,27 @@ def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probe
 
 def _key(probe: str, module: Callable[[Tensor], Tensor], x: Tensor) -> tuple:
     """What a probe holds for; any number of vectors above N_PROBE is as good as N_PROBE."""
-    return probe, min(x.shape[-2], N_PROBE), x.shape[-1], getattr(module, "training", False)
+    return probe, x.dim(), min(x.shape[-2], N_PROBE), x.shape[-1], getattr(module, "training", False)
 
 
 def _vectors(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Two samples of positive vectors [2, ..., n, d], like x [..., i, d]; n = i if no less will do."""
+    """Positive vectors [..., n, d] like x [..., i, d], as many as the module takes.
+
+    First choice are N_PROBE at most and two along each dimension of the batch, last those of x itself.
+    """
     i, d = x.shape[-2:]
-    for n in sorted({min(i, N_PROBE), i}):
-        vectors = (torch.arange(n * d, device=x.device) % 7 + 1).to(x.dtype) / 4  # [n d]
-        batch = (2, *(1 for _ in x.shape[1:-2])) if x.dim() > 2 else ()
-        vectors = vectors.expand(*batch, -1).reshape(*batch, n, d)  # [2, ..., n, d]
+    batches = [tuple(2 for _ in x.shape[:-2]), (*(2 for _ in x.shape[:-2][:1]), *x.shape[1:-2]), x.shape[:-2]]
+    sizes = [
+        (*batch, n) for batch in dict.fromkeys(map(tuple, batches)) for n in sorted({min(i, N_PROBE), i})
+    ]
+    for size in sizes:
+        vectors = (torch.arange(size[-1] * d, device=x.device) % 7 + 1).to(x.dtype) / 4  # [n d]
+        vectors = vectors.expand(*size[:-1], -1).reshape(*size, d)  # [..., n, d]
         try:
             _call(module, vectors)
             break
         except Exception:  # a table of positions of another length, say
-            if n == i:
+            if size == sizes[-1]:
                 raise
     return vectors
 
