@@ -515,3 +515,17 @@ def test_votes_that_mix_inputs():
 def test_errors(network, arguments, error, message):
     with pytest.raises(error, match=message):
         network().route(*arguments)
+
+
+def test_errors_of_inputs():
+    network = vr.Sequential(vr.PerVector(nn.GELU()), routing(None, 2))
+    nested = torch.nested.nested_tensor([inputs(3, D), inputs(2, D)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"x_inp must be a tensor \[\.\.\., n_inp, d_inp\], got a nested one"):
+        network.route(nested)
+    with pytest.raises(TypeError, match="got a nested one"):
+        vr.contributions(network, nested)
+    for verb in (network, network.route, vr.PerVector(nn.GELU())):
+        with pytest.raises(ValueError, match=r"x_inp must have at least one vector, got \[2, 0, 3\]"):
+            verb(inputs(2, 0, D))
+    with pytest.raises(TypeError, match=r"x_inp must be a tensor \[\.\.\., n_inp, d_inp\] .*got \[3\]"):
+        vr.PerVector(nn.GELU())(inputs(D))

@@ -563,7 +563,11 @@ def test_tables_and_files(tmp_path):
         ({"output": 3}, ValueError, r"output must be one of 0, ..., n_out - 1 = 2, got 3"),
         ({"output": 0, "margin": -4}, ValueError, r"margin must be one of 0, ..., n_out - 1 = 2, got -4"),
         ({"margin": 1}, ValueError, "margin needs an output to subtract from, got output=None and margin=1"),
-        ({"output": 0.5}, TypeError, "float"),
+        ({"output": 1.0}, TypeError, r"output must be an int or an integer tensor, got 1.0 \(float\)"),
+        ({"output": "a"}, TypeError, r"output must be an int or an integer tensor, got 'a' \(str\)"),
+        ({"output": [0, 1]}, TypeError, r"output must be an int or an integer tensor, got \[0, 1\] \(list\)"),
+        ({"output": True}, TypeError, r"output must be an int or an integer tensor, got True \(bool\)"),
+        ({"output": 0, "margin": 1.0}, TypeError, "margin must be an int or an integer tensor"),
         (
             {"output": torch.tensor([0, 1])},
             ValueError,
@@ -582,3 +586,17 @@ def test_errors_of_groups():
     got = vr.contributions(head(), randn(7, D))
     with pytest.raises(ValueError, match="index must put every input in a group, got negative numbers"):
         got.sum_groups(torch.tensor([0, 0, 0, 1, 1, 1, -1]))
+    got = vr.contributions(head(), randn(2, 7, D), output=0)  # [b, i]
+    for shape in ((3, 7), (2, 2, 7)):
+        with pytest.raises(ValueError, match=r"index must be .* of the batch, \[2\], got"):
+            got.sum_groups(torch.zeros(shape).long())
+
+
+def test_errors_of_inputs():
+    with pytest.raises(ValueError, match=r"x_inp must have at least one sample, got \[0, 7, 3\]"):
+        vr.contributions(head(), randn(0, 7, D))
+    with pytest.raises(ValueError, match=r"x_inp must have at least one vector, got \[2, 0, 3\]"):
+        vr.contributions(head(), randn(2, 0, D))
+    matrices = vr.MatrixRouting(n_inp=None, n_out=2, d_cov=2, d_inp=2, d_out=2)
+    with pytest.raises(TypeError, match="network is a MatrixRouting, which routes matrices"):
+        vr.contributions(matrices, randn(7, D))

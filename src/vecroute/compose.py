@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from vecroute.credit import Credit
 from vecroute.factors import Block, Blocks, Diagonal, Factor, Matrix, Product
-from vecroute.layers import GeneralRouting, Routed, VectorRouting
+from vecroute.layers import GeneralRouting, MatrixRouting, Routed, VectorRouting
 from vecroute.masks import (
     Masks,
     all_or_none,
     as_arguments,
+    check_not_nested,
     concatenated,
     joined_input_mask,
     leaves,
@@ -55,6 +56,7 @@ class Network(nn.Module):
             ValueError: a part mixes vectors by other means than a routing.
         """
         check_network(self)
+        check_not_nested(x_inp)
         masks = masks_of(x_inp, input_mask, pair_mask)
         x_out, factor = self.run(x_inp, masks, _route)
         check_pair_mask(self, masks)
@@ -84,6 +86,8 @@ class PerVector(Network):
     ) -> Tensor:
         check_one_tensor(self, x_inp)
         masks = masks_of(x_inp, input_mask, pair_mask)
+        if not x_inp.is_nested and x_inp.shape[-2] == 0:
+            raise ValueError(f"x_inp must have at least one vector, got {list(x_inp.shape)}")
         if not is_part:
             check_pair_mask(self, masks)
         input_mask = masks.input_mask  # [..., i]
@@ -238,6 +242,8 @@ def check_network(network: nn.Module, name: str = "network") -> None:
     """Raise unless the network is made of routings and compositions alone, naming the part that is not."""
     if isinstance(network, PerVector | VectorRouting | GeneralRouting):
         return
+    if isinstance(network, MatrixRouting):
+        raise TypeError(f"{name} is a MatrixRouting, which routes matrices: only vectors have credit here")
     if not isinstance(network, Network):
         raise TypeError(
             f"{name} is a {type(network).__name__}, which may mix vectors, so credit cannot pass through it: "

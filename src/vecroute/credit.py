@@ -2,13 +2,14 @@
 
 import operator
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vecroute.factors import Factor, Matrix, divided, pack, unpack
-from vecroute.ops.checks import check_float_tensor, check_size
+from vecroute.ops.checks import check_float_tensor, check_mask, check_size
 from vecroute.storage import load_tensors, require, save_tensors
 
 # How many elements of a credit are written out at a time where all of them are needed but none is kept.
@@ -27,7 +28,7 @@ class Credit:
 
     Nothing is multiplied before it is asked for, and then in the cheapest order: ``column(j)`` of the credit
     of a million inputs reads each factor once. The ``route`` of a network gives one; ``Credit(phi)`` wraps
-    the phi of a layer.
+    the phi of a layer. It has a gradient only where phi has one: with ``implementation="reference"``.
 
     Args:
         phi: [..., i, j] the credit of one layer, or a factor of credit.
@@ -39,7 +40,9 @@ class Credit:
             phi = Matrix(check_float_tensor("phi", phi, "[..., n_inp, n_out]", None))
         if len(phi.shape) < 2:
             raise ValueError(f"phi must be [..., n_inp, n_out], got {list(phi.shape)}")
-        self.factor, self.input_mask = phi, input_mask
+        like = phi.like.new_empty(()).expand(phi.shape)  # [..., i, j]
+        self.factor = phi
+        self.input_mask = check_mask("input_mask", input_mask, like, sizes={"n_inp": phi.shape[-2]})
 
     @property
     def shape(self) -> torch.Size:
@@ -78,6 +81,9 @@ class Credit:
             Credit [..., n, j], whose inputs are the groups; a group without a used input is not used.
         """
         index, n = check_groups(index, n, self.shape[-2])
+        batch, lead = self.shape[:-2], index.shape[:-1]
+        pairs = zip(reversed(lead), reversed(batch), strict=False)
+        check_batch(index, batch, len(lead) <= len(batch) and all(a in (1, b) for a, b in pairs))
         input_mask = None
         if self.input_mask is not None:
             counts = Matrix(self.input_mask[..., None].to(index.dtype)).group(index, n).dense()  # [..., n, 1]
@@ -161,7 +167,7 @@ class Credit:
         return cls(unpack(about["factor"], tensors), tensors.get("input_mask"))
 
     def _output(self, j: int) -> int:
-        n_out, column = self.shape[-1], operator.index(j)
+        n_out, column = self.shape[-1], as_int("j", j, "an int")
         if not -n_out <= column < n_out:
             raise ValueError(f"j must be one of 0, ..., n_out - 1 = {n_out - 1}, got {j}")
         return column % n_out
@@ -183,13 +189,30 @@ def check_groups(index: object, n: int | None, n_inp: int) -> tuple[Tensor, int]
         raise TypeError(f"index must be {expected}, got dtype {index.dtype}")
     if index.dim() == 0 or index.shape[-1] != n_inp:
         raise ValueError(f"index must be {expected}, got {list(index.shape)}")
-    largest = int(index.max())
+    largest = int(index.max()) if index.numel() else -1
     if n is None:
         n = max(largest + 1, 1)
     check_size("n", n)
     if largest >= n:
         raise ValueError(f"index must be less than n={n}, got {largest}")
     return index.long().where(index >= 0, n), n
+
+
+def check_batch(index: Tensor, batch: Sequence[int], fits: bool) -> None:
+    """Raise unless the dimensions before the last of index fit those of the batch."""
+    if not fits:
+        expected = f"[n_inp] or [..., n_inp], its dimensions before n_inp those of the batch, {list(batch)}"
+        raise ValueError(f"index must be {expected}, got {list(index.shape)}")
+
+
+def as_int(name: str, value: object, expected: str) -> int:
+    """The value as an int, such as an element of a tensor; raise if it is none, or a bool."""
+    try:
+        if not isinstance(value, bool) and getattr(value, "dtype", None) != torch.bool:
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
 
 
 def to_numpy(tensor: Tensor):

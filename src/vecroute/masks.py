@@ -42,6 +42,14 @@ def masks_of(x: Any, input_mask: Any, pair_mask: Any) -> Any:
     return tuple(masks_of(*parts) for parts in zip(x, *each, strict=True))
 
 
+def check_not_nested(x: Any) -> None:
+    """Raise if a tensor in x is nested: credit is [..., i, j], with one number of inputs."""
+    if any(isinstance(t, Tensor) and t.is_nested for t in leaves(x)):
+        raise TypeError(
+            "x_inp must be a tensor [..., n_inp, d_inp], got a nested one: pad it, with input_mask"
+        )
+
+
 def as_arguments(masks: Any) -> tuple[Any, Any]:
     """input_mask and pair_mask, as ``forward`` takes them."""
     if isinstance(masks, Masks):
