@@ -592,6 +592,17 @@ def test_errors_of_groups():
             got.sum_groups(torch.zeros(shape).long())
 
 
+def test_autocast_is_no_sign_of_curvature():
+    network = vr.Sequential(
+        vr.PerVector(nn.Linear(16, 16)), vr.VectorRouting(n_inp=None, n_out=3, d_inp=16, d_out=5)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        got = vr.contributions(network, torch.randn(2, 6, 16))
+        assert (got.completeness_error < 0.1).all()
+        with pytest.raises(ValueError, match=r"PerVector\(Square\) cannot be split"):
+            vr.contributions(vr.Sequential(vr.PerVector(Square()), network[1]), torch.randn(2, 6, 16))
+
+
 def test_errors_of_inputs():
     with pytest.raises(ValueError, match=r"x_inp must have at least one sample, got \[0, 7, 3\]"):
         vr.contributions(head(), randn(0, 7, D))
