@@ -224,6 +224,7 @@ class TestAggregate:
         explanation = explain("ab cd ef gh ij", chunk_size=2)
         parts = explanation.aggregate("chunk")
         assert parts.pieces == ["chunk 0", "chunk 1", "chunk 2"]
+        assert sorted(part.piece for part in parts.top(3)) == parts.pieces
         assert parts.offsets.tolist() == [[0, 5], [6, 11], [12, 14]]
         assert np.allclose(parts.values[1], explanation.values[explanation.chunk == 1].sum(0), atol=1e-6)
 

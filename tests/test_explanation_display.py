@@ -130,6 +130,11 @@ class TestNumbers:
         assert numbers.rest == 50
         assert sum(numbers.values) + numbers.base + numbers.rest == numbers.score == 300
 
+    def test_numbers_too_large_for_their_decimals(self):
+        numbers = shown(rows_of([3e37, -1e37, 1.5], 1e20))
+        assert sum(numbers.values) + numbers.base + numbers.rest == numbers.score
+        assert abs(numbers.rest) <= 1e-6 * abs(numbers.score)
+
     def test_no_rows(self):
         numbers = shown(rows_of([], 0.4, score=1.4))
         assert (numbers.values, numbers.base, numbers.rest, numbers.score) == ([], 40, 100, 140)

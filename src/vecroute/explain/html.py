@@ -37,6 +37,7 @@ def fragment(explanation: "Explanation", unit: str = "word", outputs: Sequence[A
 
 @cache
 def environment() -> Any:
+    """Where templates come from, and how they are filled in."""
     jinja2 = require("jinja2", "report")
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -50,23 +51,21 @@ def environment() -> Any:
 def render(
     template: str, explanation: "Explanation", unit: str, outputs: Sequence[Any] | None, prefix: str
 ) -> str:
+    """A template filled in, whose ids all begin with the prefix."""
     rows = explanation.aggregate(unit) if explanation.unit == "token" else explanation
-    order = np.argsort(-explanation.scores, kind="stable")
     if outputs is None:
-        outputs = [explanation.output_names[j] for j in order[:N_OUTPUTS]]
-    return (
-        environment()
-        .get_template(template)
-        .render(
-            prefix=prefix,
-            title=caption(explanation.text, 60),
-            unit=rows.unit,
-            n_outputs=len(explanation.output_names),
-            panels=[panel(explanation, rows, name) for name in outputs],
-            levels=range(1, LEVELS + 1),
-            cell=(CELL_WIDTH, CELL_HEIGHT),
-        )
-    )
+        best = np.argsort(-explanation.scores, kind="stable")[:N_OUTPUTS]
+        outputs = [explanation.output_names[j] for j in best]
+    filled = {
+        "prefix": prefix,
+        "title": caption(explanation.text, 60),
+        "unit": rows.unit,
+        "n_outputs": len(explanation.output_names),
+        "panels": [panel(explanation, rows, name) for name in outputs],
+        "levels": range(1, LEVELS + 1),
+        "cell": (CELL_WIDTH, CELL_HEIGHT),
+    }
+    return environment().get_template(template).render(filled)
 
 
 def panel(explanation: "Explanation", rows: "Explanation", output: Any) -> dict[str, Any]:

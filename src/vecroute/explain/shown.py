@@ -56,14 +56,13 @@ def shown(explanation: "Explanation", output: Any = None, decimals: int | None =
     rest = round((score - base - sum(values)) * scale)
     result = Shown(rounded, round(base * scale), rest, round(score * scale), decimals)
     missing = result.score - result.base - result.rest - sum(rounded)
-    if not rounded:
-        return result._replace(rest=result.rest + missing)
     step = 1 if missing > 0 else -1
     # What rounding moved farthest the other way comes first.
     order = sorted(range(len(exact)), key=lambda i: step * (rounded[i] - exact[i]))
-    for k in range(abs(missing)):
-        rounded[order[k % len(order)]] += step
-    return result
+    moved = order[: abs(missing)]
+    for i in moved:
+        rounded[i] += step
+    return result._replace(rest=rest + missing - step * len(moved))
 
 
 def decimals_of(values: Iterable[float]) -> int:
