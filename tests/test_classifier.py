@@ -346,7 +346,7 @@ def test_it_comes_back_from_a_folder(fitted, saved):
     assert {name.split(".")[0] for name in load_file(saved / "model.safetensors")} == {"network"}
     card = (saved / "README.md").read_text()
     assert "108" in card
-    assert f"{fitted.history_[-1]['valid_accuracy']:.3f} on 12 texts" in card
+    assert f"{fitted.validation_accuracy_:.3f} on 12 texts" in card
     assert fitted.encoder_.weights_sha256 in card
 
 

@@ -19,9 +19,9 @@ ROWS = [
     {"ops"},
     {"layers", "networks"},
     {"compose", "credit", "contribution", "affine", "factors", "freeze", "masks", "probe", "storage"},
-    {"training", "sampling", "progress", "labels", "heads", "encoders", "distributed"},
-    {"classifier", "pretrained", "explain"},
-    {"cli", "serve"},
+    {"training", "sampling", "progress", "labels", "tables", "heads", "encoders", "distributed"},
+    {"classifier", "pretrained", "evaluation", "explain"},
+    {"cli", "serve", "demo", "__main__"},
 ]
 ROW = {module: number for number, row in enumerate(ROWS) for module in row}
 

@@ -55,6 +55,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         head_: the trained head.
         encoder_: the ``TextEncoder``.
         history_: loss and validation of each epoch.
+        validation_accuracy_: of the weights that were kept, None without validation.
     """
 
     def __init__(
@@ -160,11 +161,12 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             key=text_key("\0".join([encoder.key, *texts])),
         )
         checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
-        history = train(head, task, recipe, checkpoint=checkpoint, accelerator=accelerator, show=show)
+        trained = train(head, task, recipe, checkpoint=checkpoint, accelerator=accelerator, show=show)
         if checkpoint is not None and accelerator.is_main_process:
             checkpoint.unlink(missing_ok=True)
         self.classes_ = task_labels.classes
-        self.encoder_, self.head_, self.history_ = encoder, head.eval(), history
+        self.encoder_, self.head_, self.history_ = encoder, head.eval(), trained.history
+        self.validation_accuracy_ = trained.history[trained.kept].get("valid_accuracy")
         self.weights_sha256_ = encoder.weights_sha256
         self.n_texts_ = {"train": len(train_on), "validation": len(validate_on)}
         return self

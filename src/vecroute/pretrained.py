@@ -67,6 +67,7 @@ def describe(classifier: Any, about: dict) -> dict[str, Any]:
             "d_emb": encoder.d_emb,
         },
         "n_texts": classifier.n_texts_,
+        "validation_accuracy": classifier.validation_accuracy_,
         "history": classifier.history_,
         "about": about,
     }
@@ -90,7 +91,7 @@ def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, v
     classifier.classes_ = np.asarray(config["classes"])
     classifier.weights_sha256_ = origin["weights_sha256"]
     classifier.n_texts_, classifier.history_ = config["n_texts"], config["history"]
-    classifier.about_ = config["about"]
+    classifier.validation_accuracy_, classifier.about_ = config["validation_accuracy"], config["about"]
     for name in ("weights_sha256", "tokenizer_sha256"):
         found = getattr(classifier.encoder_, name)
         if found != origin[name]:
@@ -148,8 +149,8 @@ def config_sha256(config: dict[str, Any]) -> str:
 def model_card(config: dict[str, Any]) -> str:
     """README.md, as the Hugging Face hub shows it."""
     encoder, n, classes = config["encoder"], config["n_texts"], config["classes"]
-    rows = [row for row in config["history"] if "valid_accuracy" in row]
-    validated = f"{rows[-1]['valid_accuracy']:.3f} on {n['validation']} texts" if rows else "not validated"
+    accuracy = config["validation_accuracy"]
+    validated = "not validated" if accuracy is None else f"{accuracy:.3f} on {n['validation']} texts"
     results = "".join(f"| {name} | {value} |\n" for name, value in config["about"].items())
     named = ", ".join(f"`{label}`" for label in classes[:50]) + (", ..." if len(classes) > 50 else "")
     revision = f", revision `{encoder['revision']}`" if encoder["revision"] else ""

@@ -109,6 +109,13 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)
 
 
+class Trained(NamedTuple):
+    """How training went."""
+
+    history: list[dict[str, float]]  # loss, validation loss and validation accuracy of every epoch
+    kept: int  # epoch whose weights are kept
+
+
 def train(
     head: nn.Module,
     task: Task,
@@ -118,7 +125,7 @@ def train(
     checkpoint_seconds: float | None = None,
     accelerator: Accelerator | None = None,
     show: bool = False,
-) -> list[dict[str, float]]:
+) -> Trained:
     """Train a head in place; it ends with the running mean of its weights at the last good validation.
 
     Args:
@@ -130,9 +137,6 @@ def train(
         checkpoint_seconds: time between two checkpoints, None for 5.
         accelerator: None to make one.
         show: a progress bar.
-
-    Returns:
-        For every epoch its loss, validation loss and validation accuracy.
 
     Raises:
         ValueError: the checkpoint belongs to another run.
@@ -164,7 +168,7 @@ class Trainer:
         if checkpoint is not None and checkpoint.exists():
             self.load()
 
-    def run(self, show: bool) -> list[dict[str, float]]:
+    def run(self, show: bool) -> Trained:
         progress, patience = self.progress, self.recipe.patience
         show = show and self.accelerator.is_main_process
         with progress_bar(show, "training", self.epochs * self.steps) as bar:
@@ -179,7 +183,7 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.head.named_parameters():
                 parameter.copy_(self.kept[name])
-        return progress.history
+        return Trained(progress.history, progress.kept)
 
     def batches(self) -> list[list[int]]:
         """The samples of each step of this epoch on this process."""

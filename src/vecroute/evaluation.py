@@ -1,0 +1,73 @@
+"""How good predictions are: accuracy, F1, confusion and calibration."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from sklearn.metrics import (  # type: ignore[import-untyped]
+    confusion_matrix,
+    precision_recall_fscore_support,
+)
+
+BINS = 15  # of confidence, for the calibration error
+
+
+def evaluate(truth: Sequence[Any], classes: Sequence[Any], probabilities: np.ndarray) -> dict[str, Any]:
+    """Measures of the predictions for texts whose labels are known, of JSON types.
+
+    Args:
+        truth: the label of each text; labels are compared as strings, as files have them.
+        classes: the label of each column of the probabilities.
+        probabilities: [n, n_cls].
+    """
+    truth, names = [str(label) for label in truth], [str(label) for label in classes]
+    best = probabilities.argmax(1)  # [n]
+    predicted = [names[k] for k in best]
+    right = np.array([t == p for t, p in zip(truth, predicted, strict=True)])  # [n]
+    # Labels that the classifier does not know are always wrong, and shown.
+    every = names + sorted(set(truth) - set(names))
+    scores = precision_recall_fscore_support(truth, predicted, labels=every, zero_division=0.0)
+    columns = ("precision", "recall", "f1", "n")
+    per_class = {
+        name: dict(zip(columns, [*map(float, row[:3]), int(row[3])], strict=True))
+        for name, row in zip(every, zip(*scores, strict=True), strict=True)
+    }
+    return {
+        "accuracy": float(right.mean()),
+        "macro_f1": float(np.mean([per_class[name]["f1"] for name in every])),
+        "n": len(truth),
+        "calibration_error": calibration_error(probabilities.max(1), right),
+        "per_class": per_class,
+        "labels": every,
+        "confusion": confusion_matrix(truth, predicted, labels=every).tolist(),
+    }
+
+
+def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
+    """Mean distance of confidence and accuracy over bins of confidence [n], weighted by their samples."""
+    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)  # [n]
+    gaps = [
+        abs(confidence[bins == k].mean() - right[bins == k].mean()) * (bins == k).mean()
+        for k in np.unique(bins)
+    ]
+    return float(sum(gaps))
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print what ``evaluate`` measured as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for name, key in (("accuracy", "accuracy"), ("macro F1", "macro_f1"), ("calibration error",) * 2):
+        console.print(f"{name:18}{result[key.replace(' ', '_')]:.4f}", highlight=False)
+    console.print(f"{'texts':18}{result['n']}\n", highlight=False)
+    table = Table("class", "precision", "recall", "F1", "texts", box=None)
+    for name, row in result["per_class"].items():
+        table.add_row(name, *(f"{row[key]:.4f}" for key in ("precision", "recall", "f1")), str(row["n"]))
+    console.print(table)
+    confusion = Table("label \\ predicted", *result["labels"], box=None)
+    for name, row in zip(result["labels"], result["confusion"], strict=True):
+        confusion.add_row(name, *map(str, row))
+    console.print()
+    console.print(confusion)
