@@ -1,0 +1,39 @@
+"""``vecroute evaluate``."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vecroute.cli.common import Device, Encoder, LabelColumn, Model, TextColumn, app, checked, column, load
+
+
+@app.command(epilog="Example: vecroute evaluate model/ test.csv --json")
+def evaluate(
+    model: Model,
+    data: Annotated[Path, typer.Argument(help="Table of texts and labels.")],
+    text: TextColumn = None,
+    label: LabelColumn = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    encoder: Encoder = None,
+    device: Device = None,
+) -> None:
+    """Measure a classifier on texts whose labels are known."""
+    from vecroute.evaluation import evaluate as measure
+    from vecroute.evaluation import show
+    from vecroute.tables import read_table
+
+    classifier = load(model, encoder, device)
+    if classifier.multi_label:
+        raise ValueError(f"{model} gives any number of labels, which evaluate does not know how to measure")
+    text, label = column(classifier, text, "text"), column(classifier, label, "label")
+    table = read_table(data, text, label)
+    texts, labels = checked(table[text], text, data), table[label]
+    if labels.isna().any():
+        raise ValueError(f"column {label!r} of {data}: row {labels.isna().argmax()} is missing")
+    result = measure(labels, classifier.classes_, classifier.predict_proba(texts))
+    if as_json:
+        print(json.dumps(result))
+        return
+    show(result)

@@ -1,0 +1,69 @@
+"""``vecroute fit``."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vecroute.cli.common import Device, app, checked, fail, told
+
+
+@app.command(epilog="Example: vecroute fit train.csv --text review --label stars --out model/")
+def fit(
+    data: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .jsonl or .parquet, maybe .gz.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
+    text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+    label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
+    encoder: Annotated[str, typer.Option(help="minilm, a name on the hub, or a folder.")] = "minilm",
+    head: Annotated[str, typer.Option(help="routing, or paper for the paper's own.")] = "routing",
+    epochs: Annotated[int | None, typer.Option(help="At most; by the data if left out.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts per step.")] = 32,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same classifier.")] = 0,
+    validation: Annotated[float, typer.Option(help="Fraction of the texts to validate on.")] = 0.1,
+    balanced: Annotated[bool, typer.Option(help="Give every class the same weight.")] = False,
+    max_length: Annotated[int | None, typer.Option(help="Tokens per chunk of a long text.")] = None,
+    stride: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share.")] = 0,
+    cache: Annotated[bool, typer.Option(help="Keep hidden states for the next time.")] = True,
+    device: Device = None,
+) -> None:
+    """Fit a classifier to a table of texts and labels. Interrupted, the same command goes on."""
+    from vecroute.tables import read_table
+
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another --out, or remove it first")
+    table = read_table(data, text, label)
+    texts = checked(table[text], text, data)
+    from vecroute.classifier import RoutingClassifier
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial")
+    classifier = RoutingClassifier(
+        encoder,
+        head=head,
+        max_epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        random_state=seed,
+        validation_fraction=validation,
+        class_weight="balanced" if balanced else None,
+        max_length=max_length,
+        stride=stride,
+        cache=cache,
+        checkpoint=partial,
+        device=device,
+    )
+    try:
+        with told():
+            classifier.fit(texts, table[label])
+    except KeyboardInterrupt:
+        if not partial.exists():
+            raise
+        fail(f"interrupted: the same command goes on from where it was ({partial})", 130)
+    if os.environ.get("RANK", "0") != "0":  # one of several processes is enough
+        return
+    classifier.save_pretrained(out, about={"text column": text, "label column": label, "data": data.name})
+    accuracy = classifier.validation_accuracy_
+    validated = "" if accuracy is None else f", validation accuracy {accuracy:.3f}"
+    print(f"{out}: {len(classifier.classes_)} classes from {classifier.n_texts_['train']} texts{validated}")
