@@ -1,28 +1,14 @@
-"""Heads: the hidden states of every position at every depth in, class scores out."""
+"""RoutingHead: hidden states to class scores by routings, with credit for each of them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from vecroute.compose import PerVector, Sequential
+from vecroute.compose import PerVector, Sequential, Sum
+from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
 from vecroute.layers import Routed, VectorRouting
-from vecroute.ops.checks import check_choice, check_float_tensor, check_mask, check_size
-
-
-class ResidualMLP(nn.Module):
-    """x + W_2 gelu(W_1 x + b_1) + b_2 for each vector, the identity at first: [..., d] -> [..., d]."""
-
-    def __init__(self, d: int, d_mlp: int):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(d, d_mlp), nn.Linear(d_mlp, d)
-        nn.init.zeros_(self.outer.weight)
-        nn.init.zeros_(self.outer.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(nnf.gelu(self.inner(x)))  # [..., d]
+from vecroute.ops.checks import check_size
 
 
 class RoutingHead(nn.Module):
@@ -39,8 +25,11 @@ class RoutingHead(nn.Module):
         n_cls: number of classes.
         n_hid, d_hid: number and size of the hidden vectors, d_hid=None for d_emb.
         d_mlp: width of the MLPs, None for a quarter of d_emb, 0 for no MLPs.
+        gated: whether the MLPs are gated ones.
         n_routings: 2, or more for routings from the hidden vectors to as many others.
+        n_parallel: how many such networks of routings share the first MLP and add up their scores.
         n_iters, implementation: of every routing.
+        score_scale: by which the weights that make the scores are multiplied at first.
 
     Shapes:
         hidden_states [..., n_pos, depth, d_emb], input_mask [..., n_pos] or [..., n_pos, depth]
@@ -59,61 +48,63 @@ class RoutingHead(nn.Module):
         n_hid: int = 8,
         d_hid: int | None = None,
         d_mlp: int | None = None,
+        gated: bool = False,
         n_routings: int = 2,
+        n_parallel: int = 1,
         n_iters: int = 2,
+        score_scale: float = 1.0,
         implementation: str = "auto",
     ):
         super().__init__()
         d_hid = d_emb if d_hid is None else d_hid
         d_mlp = max(d_emb // 4, 1) if d_mlp is None else d_mlp
-        for name, value in (("depth", depth), ("n_cls", n_cls), ("d_mlp", d_mlp or 1)):
+        sizes = {"depth": depth, "n_cls": n_cls, "d_mlp": d_mlp or 1, "n_parallel": n_parallel}
+        for name, value in sizes.items():
             check_size(name, value)
         if n_routings < 2:
             raise ValueError(f"n_routings must be at least 2, got {n_routings}")
         self.d_emb, self.depth, self.n_cls = d_emb, depth, n_cls
         options: dict[str, Any] = {"n_iters": n_iters, "implementation": implementation}
 
-        def routing(n_inp: int | None, n_out: int, d_inp: int, d_out: int) -> nn.Module:
+        def routing(n_inp: int | None, n_out: int, d_inp: int, d_out: int) -> VectorRouting:
             return VectorRouting(n_inp=n_inp, n_out=n_out, d_inp=d_inp, d_out=d_out, **options)
 
         def mlp(d: int) -> list[nn.Module]:
-            return [ResidualMLP(d, d_mlp)] if d_mlp else []
+            return [(GatedMLP if gated else ResidualMLP)(d, d_mlp)] if d_mlp else []
 
-        normalize = nn.LayerNorm(d_emb, elementwise_affine=False)
-        self.network = Sequential(
-            PerVector(nn.Sequential(normalize, *mlp(d_emb))),
-            routing(None, n_hid, d_emb, d_hid),
-            *map(PerVector, mlp(d_hid)),
-            *(routing(n_hid, n_hid, d_hid, d_hid) for _ in range(n_routings - 2)),
-            routing(n_hid, n_cls, d_hid, 1),
-        )
+        def routings() -> list[nn.Module]:
+            to_scores = routing(n_hid, n_cls, d_hid, 1)
+            with torch.no_grad():
+                to_scores.W_F2.mul_(score_scale / n_parallel)
+            return [
+                routing(None, n_hid, d_emb, d_hid),
+                *map(PerVector, mlp(d_hid)),
+                *(routing(n_hid, n_hid, d_hid, d_hid) for _ in range(n_routings - 2)),
+                to_scores,
+            ]
+
+        inputs = PerVector(nn.Sequential(nn.LayerNorm(d_emb, elementwise_affine=False), *mlp(d_emb)))
+        if n_parallel == 1:
+            self.network = Sequential(inputs, *routings())
+        else:
+            self.network = Sequential(inputs, Sum(*(Sequential(*routings()) for _ in range(n_parallel))))
 
     @classmethod
     def paper(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
         """The paper's head: three routings by way of 64 hidden vectors, and no MLPs."""
-        options = {"n_hid": 64, "d_mlp": 0, "n_routings": 3} | options
+        options = {"n_hid": 64, "d_mlp": 0, "n_routings": 3, "n_parallel": 1, "score_scale": 1.0} | options
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, **options)
 
     def flatten(
         self, hidden_states: Tensor, input_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """What the network takes: x_inp [..., i, d], i = position * depth + level, and its mask [..., i]."""
-        expected = f"[..., n_pos, depth={self.depth}, d_emb={self.d_emb}]"
-        check_float_tensor("hidden_states", hidden_states, expected, next(self.parameters()))
-        shape = list(hidden_states.shape)
-        if len(shape) < 3 or shape[-2:] != [self.depth, self.d_emb]:
-            raise ValueError(f"hidden_states must be {expected}, got {shape}")
-        if isinstance(input_mask, Tensor):
-            if input_mask.shape == hidden_states.shape[:-2]:
-                input_mask = input_mask[..., None].expand(hidden_states.shape[:-1])  # [..., n_pos, depth]
-            if input_mask.shape != hidden_states.shape[:-1]:
-                raise ValueError(
-                    f"input_mask must be [..., n_pos] or [..., n_pos, depth] for hidden_states {shape}, "
-                    f"got {list(input_mask.shape)}"
-                )
-            input_mask = input_mask.flatten(-2)  # [..., i]
+        like = next(self.parameters())
+        input_mask = check_hidden_states(
+            hidden_states, input_mask, depth=self.depth, d_emb=self.d_emb, like=like
+        )  # [..., n_pos, depth]
         x_inp = hidden_states.flatten(-3, -2)  # [..., i, d]
-        return x_inp, check_mask("input_mask", input_mask, x_inp, sizes={"n_inp": x_inp.shape[-2]})
+        return x_inp, None if input_mask is None else input_mask.flatten(-2)  # [..., i]
 
     def forward(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Tensor:
         x_inp, input_mask = self.flatten(hidden_states, input_mask)  # [..., i, d], [..., i]
@@ -125,21 +116,6 @@ class RoutingHead(nn.Module):
         """Like ``forward``, and the credit of every hidden state for every class, [..., i, n_cls]."""
         x_out, credit = self.network.route(*self.flatten(hidden_states, input_mask))
         return Routed(x_out[..., 0], credit)
-
-
-HEADS: dict[str, Callable[..., nn.Module]] = {"routing": RoutingHead, "paper": RoutingHead.paper}
-
-
-def make_head(name: str, *, seed: int, **options: Any) -> nn.Module:
-    """A head by name, with the initial weights of the seed.
-
-    Raises:
-        ValueError: no head has that name.
-    """
-    check_choice("head", name, tuple(HEADS))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return HEADS[name](**options)
 
 
 def compact(x_inp: Tensor, input_mask: Tensor) -> tuple[Tensor, Tensor]:

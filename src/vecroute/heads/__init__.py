@@ -1,0 +1,62 @@
+"""Heads: the hidden states of every position at every depth in, class scores out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vecroute.heads.inputs import GatedMLP, ResidualMLP
+from vecroute.heads.pooling import (
+    AttentivePool,
+    FirstPosition,
+    HopfieldPool,
+    MeanPool,
+    PoolingHead,
+    ScalarMix,
+    SetPool,
+)
+from vecroute.heads.routing import RoutingHead, compact
+from vecroute.ops.checks import check_choice
+
+__all__ = [
+    "HEADS",
+    "AttentivePool",
+    "FirstPosition",
+    "GatedMLP",
+    "HopfieldPool",
+    "MeanPool",
+    "PoolingHead",
+    "ResidualMLP",
+    "RoutingHead",
+    "ScalarMix",
+    "SetPool",
+    "compact",
+    "make_head",
+]
+
+# By the names that ``RoutingClassifier(head=...)`` takes.
+HEADS: dict[str, Callable[..., nn.Module]] = {
+    "routing": RoutingHead,
+    "paper": RoutingHead.paper,
+    "mean_last": PoolingHead.mean_last,
+    "mean_all": PoolingHead.mean_all,
+    "scalar_mix": PoolingHead.scalar_mix,
+    "cls": PoolingHead.first_position,
+    "probe": PoolingHead.probe,
+    "probe_4": PoolingHead.probe_4,
+    "pma": PoolingHead.pma,
+    "hopfield": PoolingHead.hopfield,
+}
+
+
+def make_head(name: str, *, seed: int, **options: Any) -> nn.Module:
+    """A head by name, with the initial weights of the seed.
+
+    Raises:
+        ValueError: no head has that name.
+    """
+    check_choice("head", name, tuple(HEADS))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return HEADS[name](**options)
