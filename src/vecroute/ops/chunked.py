@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.common import log_f, masked_softmax
-from vecroute.ops.passes import Chunk, add, split_betas, use_of
+from vecroute.ops.passes import Chunk, split_betas, use_of
 from vecroute.ops.problem import Problem
+from vecroute.ops.products import accumulate, add
 
 
 def coefficients(p: Problem, chunk: Chunk, c, dot, f: Tensor) -> Tensor:
@@ -99,12 +100,13 @@ def activations(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:
     return a_inp / p.sqrt_n_inp[chunk.samples] + p.w.B_A[chunk.rows]  # [b, i]
 
 
-def activations_backward(p: Problem, x: Tensor, grad_a: Tensor, chunk: Chunk, grad_x, grads) -> None:
-    """Add what grad_a [b, i] brings to the gradients of x_inp, W_A and B_A, of a fixed length."""
+def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into, grads) -> None:
+    """Of a fixed length, at last: add pairs M to grad_x, and what grad_a [b, i] brings to it, W_A and B_A."""
     scaled = (grad_a / p.sqrt_n_inp[chunk.samples])[..., None]  # [b, i, 1]
-    if grad_x is not None:
-        W_A = p.w.W_A[chunk.rows].to(grad_x.dtype)  # [i, d]
-        grad_x[chunk.batch, chunk.rows].addcmul_(scaled.to(grad_x.dtype), W_A)  # [b, i, d]
-    # Only the first iteration, the last of a backward, comes here.
-    add(grads["W_A"][chunk.rows], (scaled * x).sum(0), chunk.samples.start == 0)  # [i, d]
-    add(grads["B_A"][chunk.rows], grad_a.sum(0), chunk.samples.start == 0)  # [i]
+    if into.grad_x is not None:
+        grad_x = into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]
+        accumulate(p, grad_x, pairs, M, into.fresh)
+        grad_x.addcmul_(scaled.to(grad_x.dtype), p.w.W_A[chunk.rows].to(grad_x.dtype))  # [b, i, d]
+    fresh = chunk.samples.start == 0  # no other iteration comes here
+    add(grads["W_A"][chunk.rows], (scaled * x).sum(0), fresh)  # [i, d]
+    add(grads["B_A"][chunk.rows], grad_a.sum(0), fresh)  # [i]

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.passes import Chunk, add, use_of
+from vecroute.ops.fused_product import rows_times
+from vecroute.ops.passes import Chunk, use_of
 from vecroute.ops.problem import Problem
+from vecroute.ops.products import accumulate, add
 
 
 @triton.jit
@@ -86,10 +88,11 @@ def coefficients_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
     TILES: tl.constexpr,  # blocks of outputs; if one, all of it stays in registers
-    VEC: tl.constexpr,  # a divisor of all row strides, which are given in units of it
+    VEC: tl.constexpr,  # a divisor of n_out and all row strides, which are given in units of it
     T: tl.constexpr,  # what is computed in
 ):  # fmt: skip
     """phi = f (c_sum R - c_ign)."""
+    n_out = n_out * VEC
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
     b = tl.program_id(1).to(tl.int64)
     m_i = o_i < n_inp
@@ -149,12 +152,13 @@ def coefficients_backward_kernel(
     T: tl.constexpr,
 ):  # fmt: skip
     """The gradient of ``coefficients_kernel``."""
+    n_out = n_out * VEC
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
     b = tl.program_id(1).to(tl.int64)
     m_i = o_i < n_inp
     o_pairs, o_c, o_S = (b * pairs_b + o_i * pairs_i) * VEC, (b * c_b + o_i * c_i) * VEC, o_i * S_i * VEC
     o_grad_c, o_use = (b * grad_c_b + o_i * grad_c_i) * VEC, b * use_b + o_i * use_i
-    o_dot = o_pairs + n_out // VEC * VEC
+    o_dot = o_pairs + n_out
     b_f = tl.load(f + b * f_b + o_i, mask=m_i, other=0.0).to(T)
     if not FLAT:
         top, scale = normaliser(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED,
@@ -266,9 +270,10 @@ def blocks_of_pairs(n_out: int) -> dict[str, int]:
 
 
 def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
-    """Row strides in units of 4 elements where they and n_out allow it: then 16 bytes are loaded at once."""
-    vec = 1 if n_out % 4 or any(stride % 4 for stride in strides.values()) else 4
-    return {"VEC": vec, **{name: stride // vec for name, stride in strides.items()}}
+    """n_out and row strides in units of 4 elements where they allow it: then 16 bytes are loaded at once."""
+    sizes = {"n_out": n_out, **strides}
+    vec = 1 if any(size % 4 for size in sizes.values()) else 4
+    return {"VEC": vec, **{name: size // vec for name, size in sizes.items()}}
 
 
 def pair_arguments(p: Problem, chunk: Chunk, c, f: Tensor, first: bool, strides: dict[str, int]) -> dict:
@@ -288,7 +293,7 @@ def pair_arguments(p: Problem, chunk: Chunk, c, f: Tensor, first: bool, strides:
         use = use_of(p, chunk).view(torch.uint8).expand(b, i, p.n_out)  # [b, i, j]
         use_strides = list(use.stride())
     return {
-        "c_sum": c_sum, "c_ign": c_ign, "W_S": W_S, "B_S": B_S, "use": use, "f": f, "n_inp": i, "n_out": p.n_out,
+        "c_sum": c_sum, "c_ign": c_ign, "W_S": W_S, "B_S": B_S, "use": use, "f": f, "n_inp": i,
         "f_b": f.stride(0),
         "use_b": use_strides[0], "use_i": use_strides[1], "use_j": use_strides[2],
         "FIRST": first, "FIXED": fixed, "FLAT": flat, "MASKED": p.use is not None, **blocks_of_pairs(p.n_out),
@@ -348,15 +353,20 @@ def activations(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:
     return a_inp
 
 
-def activations_backward(p: Problem, x: Tensor, grad_a: Tensor, chunk: Chunk, grad_x, grads) -> None:
-    """As ``chunked.activations_backward``."""
-    b, i, d = x.shape
+def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into, grads) -> None:
+    """As ``chunked.inputs_backward``; of one sample all at once."""
+    (b, i, d), fresh = x.shape, chunk.samples.start == 0
     scaled = (grad_a / p.sqrt_n_inp[chunk.samples]).contiguous()  # [b, i]
-    W_A, grad_W_A, fresh = p.w.W_A[chunk.rows], grads["W_A"][chunk.rows], chunk.samples.start == 0
-    out = x if grad_x is None else grad_x[chunk.batch, chunk.rows]
+    W_A, grad_W_A = p.w.W_A[chunk.rows], grads["W_A"][chunk.rows]  # [i, d], [i, d]
+    add(grads["B_A"][chunk.rows], grad_a.sum(0), fresh)  # [i]
+    out = x if into.grad_x is None else into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]
+    if into.grad_x is not None:
+        if b == 1 and fresh and all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in (x, W_A, out)):
+            rows_times(pairs, M.mT.contiguous(), out, into.fresh, (x[0], W_A, grad_W_A, scaled[0]))
+            return
+        accumulate(p, out, pairs, M, into.fresh)
     block = {"BLOCK_I": 4, "BLOCK_D": min(triton.next_power_of_2(d), 512), "T": triton_dtype(p)}
     activations_backward_kernel[triton.cdiv(i, block["BLOCK_I"]), triton.cdiv(d, block["BLOCK_D"])](
         x, W_A, scaled, out, grad_W_A, b, i, d, *x.stride(), W_A.stride(0), *out.stride(), grad_W_A.stride(0),
-        int(fresh), GRAD_X=grad_x is not None, **block,
+        int(fresh), GRAD_X=into.grad_x is not None, **block,
     )  # fmt: skip
-    add(grads["B_A"][chunk.rows], grad_a.sum(0), fresh)  # [i]

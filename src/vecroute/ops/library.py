@@ -190,12 +190,12 @@ def route_streamed(
     if use is not None:
         use = use.expand(*batch, *use.shape[-2:]).reshape(-1, *use.shape[-2:])  # [b, i, j or 1]
     if cu_seqlens is not None:
-        n_inp = cu_seqlens.diff()[:, None]  # [b, 1]
+        n_inp = cu_seqlens.diff()[:, None].clamp(min=1)  # [b, 1]
     elif input_mask is not None:
-        n_inp = input_mask.sum(-1, keepdim=True).expand(*batch, 1).reshape(-1, 1)  # [b, 1]
+        n_inp = input_mask.sum(-1, keepdim=True).clamp(min=1).expand(*batch, 1).reshape(-1, 1)  # [b, 1]
     else:
         n_inp = x_inp.new_full((math.prod(batch), 1), x_inp.shape[-2], dtype=dtype)  # [b, 1]
-    sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()  # [b, 1]
+    sqrt_n_inp = n_inp.to(dtype).sqrt()  # [b, 1]
     x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
     tensors = [w for w in weights if w is not None]
     arguments = x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning), implementation

@@ -51,15 +51,15 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x
     if not p.variable and n_iters > 1:
         with_i |= {"W_S", "B_S"}
     grads = Grads({name: torch.empty_like(getattr(p.w, name), dtype=p.dtype) for name in with_i})
-    grad_x = torch.empty_like(p.x_inp) if need_grad_x else None  # [b, i, d]
+    into = passes.InputGradient(p, n_iters, need_grad_x)
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         x_hat = p.scaled(g[t - 1]) if t > 0 else None  # [b, j, d]
         grad_y, grad_s = p.outputs_backward(grad_x_out, y[t], s[t], grads)  # [b, j, d], [b, j]
         fresh = t == n_iters - 1
         grad_x_hat = passes.backward_pass(
-            p, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad_f, grads, fresh
+            p, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh
         )  # [b, j, d]
         if t > 0:
             grad_x_out = p.predictions_backward(grad_x_hat, before[t - 1], g[t - 1], grads)  # [b, j, h]
-    return grad_x, grads
+    return into.grad_x, grads

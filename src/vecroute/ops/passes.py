@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.problem import Problem
+from vecroute.ops.products import accumulate, accumulate_sums, add, operand_dtype, product
 
 
 class Chunk(NamedTuple):
@@ -35,7 +36,7 @@ def chunks(p: Problem) -> Iterator[Chunk]:
             for start in range(p.offsets[b], p.offsets[b + 1], size):
                 yield Chunk(slice(b, b + 1), slice(0, 1), slice(start, min(start + size, p.offsets[b + 1])))
         return
-    together = max(1, size // n_rows)
+    together = max(1, size // max(1, n_rows))
     for b in range(0, n_samples, together):
         samples = slice(b, min(b + together, n_samples))
         for start in range(0, n_rows, size):
@@ -69,7 +70,7 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         phi_out: [b, i, j] to fill with phi, or None.
         outputs: the columns of phi to write, None for all.
     """
-    if p.offsets is not None:  # a sample may have no rows
+    if p.offsets is not None or not p.x_inp.shape[1]:  # a sample may have no rows
         y.zero_()
         s.zero_()
     columns = Columns(p, x_hat is None, kept, filling=True)
@@ -80,18 +81,45 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         if x_hat is None:
             if not p.variable:
                 a_inp = p.pairs.activations(p, x, chunk)  # [b, i]
-            f_a_inp[chunk.batch, chunk.rows] = torch.sigmoid(a_inp)  # [b, i]
+            torch.sigmoid(a_inp, out=f_a_inp[chunk.batch, chunk.rows])  # [b, i]
         dot = None if x_hat_S is None else product(p, x, x_hat_S[chunk.samples].mT)  # [b, i, j]
         phi = p.pairs.coefficients(p, chunk, c, dot, f_a_inp[chunk.batch, chunk.rows])  # [b, i, j]
         fresh = p.offsets is None and chunk.rows.start == 0
-        accumulate(p, y[chunk.samples], phi.mT, x, fresh)  # [b, j, d]
+        accumulate_sums(p, y[chunk.samples], phi.mT, x, fresh)  # [b, j, d]
         add(s[chunk.samples], phi.sum(1), fresh)  # [b, j]
         if phi_out is not None:
             phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
 
-def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad_f, grads, fresh) -> Tensor:
-    """Gradient of one iteration: adds to grad_x, grad_f and grads, and returns grad_x_hat [b, j, d].
+class InputGradient:
+    """grad_x [b, i, d], the sum of pairs @ M over the iterations, written once where that can be.
+
+    Until the first iteration, the last of a backward, the pairs of the others wait in the rows of grad_x
+    itself, side by side, if they fit there; else every pass adds its product.
+    """
+
+    def __init__(self, p: Problem, n_iters: int, needed: bool):
+        self.grad_x: Any = torch.empty_like(p.x_inp) if needed else None  # [b, i, d]
+        n_waiting = (n_iters - 1) * (4 if p.variable else 2) * p.n_out
+        fits = needed and 0 < n_waiting <= p.x_inp.shape[-1]
+        self.waits = fits and p.x_inp.dtype == p.dtype and self.grad_x.stride(-1) == 1
+        self.M: list[Tensor] = []  # [b, q, d] each, of the pairs that wait
+        self.fresh = True
+
+    def room(self, chunk: Chunk, f: Tensor, q: int, first: bool) -> tuple[Tensor, Tensor]:
+        """Room for the q pairs of a pass, [b, i, q], and the same with those that wait before it."""
+        w = sum(M.shape[1] for M in self.M)
+        if self.waits and not first:
+            pairs = self.grad_x[chunk.batch, chunk.rows, w : w + q]  # [b, i, q]
+            return pairs, pairs
+        pairs = f.new_empty(*f.shape, w + q)  # [b, i, w + q]
+        if w:
+            pairs[..., :w] = self.grad_x[chunk.batch, chunk.rows, :w]
+        return pairs[..., w:], pairs
+
+
+def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh) -> Tensor:
+    """Gradient of one iteration: adds to grad_f, grads and ``into``, and returns grad_x_hat [b, j, d].
 
     A fresh pass, the first of a backward, writes the large gradients (those with an i) instead of adding.
     The gradients of all that x_inp is multiplied with, and phi, which belongs to grad_y, stand side by side
@@ -103,31 +131,31 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, grad_x, grad
     both = grad_y if first else torch.cat((grad_y, x_hat_S), dim=-2)  # [b, 2 j, d]
     n_both = both.shape[1]
     M = torch.cat((both, columns.rows.expand(len(both), -1, -1)), 1) if p.variable else both  # [b, q, d]
+    all_M = torch.cat((*into.M, M), 1)  # [b, w + q, d]
     grad_M = torch.zeros_like(M[:, n_out:])  # [b, q - j, d]
     for chunk in chunks(p):
         at = chunk.batch, chunk.rows
         x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
         c, _ = columns(x, chunk)  # [b, i, 2 j or j]
-        pairs = f.new_empty(*f.shape, M.shape[1])  # [b, i, q]
+        pairs, all_pairs = into.room(chunk, f, M.shape[1], first)  # [b, i, q], [b, i, w + q]
         product(p, x, both[chunk.samples].mT, out=pairs[..., :n_both])  # [b, i, 2 j], grad_phi and the scores
         grad_c: Any = pairs[..., n_both : n_both + c.shape[-1]] if p.variable else None  # [b, i, 2 j or j]
         p.pairs.coefficients_backward(
             p, chunk, c, pairs[..., :n_both], grad_c, f, grad_s[chunk.samples], grad_f[at], grads, fresh
         )  # pairs is now phi and the gradient of the scores and of c
-        if first:
-            grad_a = grad_f[at] * f * (1 - f)  # [b, i]
-            if p.variable:
-                pairs[..., n_both + c.shape[-1] :] = 0
-                pairs[..., n_both + c.shape[-1]] = grad_a / p.sqrt_n_inp[chunk.samples]
-                grads.add("B_A", grad_a.sum()[None])  # [1]
-        if grad_x is not None:
-            accumulate(p, grad_x[at], pairs, M[chunk.samples], fresh)  # [b, i, d]
-        if grad_M.shape[1]:
-            accumulate(p, grad_M[chunk.samples], pairs[..., n_out:].mT, x)  # [b, q - j, d]
-        if first and not p.variable:
-            p.pairs.activations_backward(p, x, grad_a, chunk, grad_x, grads)
+        grad_a = grad_f[at] * f * (1 - f) if first else None  # [b, i]
         if p.variable:
-            columns.grad_B += grad_c.sum((0, 1))  # [2 j or j]
+            columns.add(pairs[..., n_both:], grad_c, grad_a, chunk, grads)
+        if grad_M.shape[1]:
+            accumulate_sums(p, grad_M[chunk.samples], pairs[..., n_out:].mT, x)  # [b, q - j, d]
+        if first and not p.variable:
+            p.pairs.inputs_backward(p, chunk, x, all_pairs, all_M[chunk.samples], grad_a, into, grads)
+        elif into.grad_x is not None and (first or not into.waits):
+            accumulate(p, into.grad_x[at], all_pairs, all_M[chunk.samples], into.fresh)  # [b, i, d]
+    if into.waits:
+        into.M.append(M)
+    else:
+        into.fresh = False
     columns.finish(grad_M[:, n_both - n_out :].sum(0), grads)
     grad_x_hat_S = grad_M[:, : n_both - n_out]  # [b, j, d]
     if first or not p.variable:
@@ -155,45 +183,6 @@ def use_of(p: Problem, chunk: Chunk) -> Tensor:
     """The used pairs of a chunk, [b or 1, i, j or 1]."""
     assert p.use is not None
     return p.use[chunk.batch if len(p.use) > 1 else slice(None), chunk.rows]
-
-
-def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Batched a @ b in p.dtype, its operands rounded where that is faster; b may be shared, [d, j]."""
-    rounded = operand_dtype(p)
-    a, b = a.to(rounded), b.to(rounded)
-    if b.dim() == 2:
-        return product(p, a.reshape(1, -1, a.shape[-1]), b[None]).view(*a.shape[:-1], b.shape[-1])
-    if rounded == p.dtype:
-        return torch.bmm(a, b, out=out)
-    result = torch.bmm(a, b, out_dtype=p.dtype) if a.is_cuda else torch.bmm(a, b).to(p.dtype)
-    return result if out is None else out.copy_(result)
-
-
-def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """out += a @ b, in place, or out = a @ b if fresh."""
-    if operand_dtype(p) == out.dtype == p.dtype:
-        out.baddbmm_(a.to(p.dtype), b.to(p.dtype), beta=0 if fresh else 1)
-    else:
-        add(out, product(p, a, b), fresh)
-
-
-def add(out: Tensor, value: Tensor, fresh: bool) -> None:
-    """out += value, in place, or out = value if fresh."""
-    if fresh:
-        out.copy_(value)
-    else:
-        out += value
-
-
-def operand_dtype(p: Problem) -> torch.dtype:
-    """The dtype of the operands of large products.
-
-    On a CPU float16 is neither fast nor wide enough. On a GPU a float32 x_inp is not copied to be rounded:
-    tf32 products take it as it is, and round less than autocast would.
-    """
-    if p.x_inp.device.type == "cpu":
-        return p.dtype if p.rounded == torch.float16 else p.rounded
-    return p.dtype if p.x_inp.dtype == p.dtype else p.rounded
 
 
 class Columns:
@@ -244,6 +233,15 @@ class Columns:
             self.kept[at] = c
             c = self._flatten(c) if self.flat else c
         return c, a_inp
+
+    def add(self, grad: Tensor, grad_c: Tensor, grad_a, chunk: Chunk, grads) -> None:
+        """Take the gradient of the columns of a chunk, [b, i, q], of which c is filled and a_inp is not."""
+        self.grad_B += grad_c.sum((0, 1))  # [2 j or j]
+        if self.first:
+            k = grad_c.shape[-1]
+            grad[..., k + 1 :] = 0
+            grad[..., k] = grad_a / self.p.sqrt_n_inp[chunk.samples]
+            grads.add("B_A", grad_a.sum()[None])  # [1]
 
     def finish(self, grad_rows: Tensor, grads) -> None:
         """Hand over the gradients: grad_rows [q, d] and, summed over the chunks, grad_B."""

@@ -1,0 +1,70 @@
+"""Products of the large tensors of a pass, in the precision that was asked for."""
+
+import torch
+from torch import Tensor
+
+from vecroute.ops.problem import Problem
+
+WIDE = 512  # outputs, from which rounding a float32 x_inp saves more in the products than it costs
+
+
+def operand_dtype(p: Problem) -> torch.dtype:
+    """The dtype of the operands of large products.
+
+    On a CPU float16 is neither fast nor wide enough. On a GPU a float32 x_inp is not copied to be rounded
+    unless there are many outputs: tf32 products take it as it is, and round less than autocast would.
+    """
+    if p.x_inp.device.type == "cpu":
+        return p.dtype if p.rounded == torch.float16 else p.rounded
+    return p.dtype if p.x_inp.dtype == p.dtype and p.n_out < WIDE else p.rounded
+
+
+def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Batched a @ b in p.dtype, its operands rounded where that is faster; b may be shared, [d, j]."""
+    rounded = operand_dtype(p)
+    a, b = a.to(rounded), b.to(rounded)
+    if b.dim() == 2:
+        return product(p, a.reshape(1, -1, a.shape[-1]), b[None]).view(*a.shape[:-1], b.shape[-1])
+    if has_kernel(p, a, *([] if out is None else [out])):
+        out = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out  # [b, i, j]
+        return multiply_rows(out, a, b, fresh=True)
+    if rounded == p.dtype:
+        return torch.bmm(a, b, out=out)
+    result = torch.bmm(a, b, out_dtype=p.dtype) if a.is_cuda else torch.bmm(a, b).to(p.dtype)
+    return result if out is None else out.copy_(result)
+
+
+def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
+    """out += a @ b, in place, or out = a @ b if fresh, for many rows of a."""
+    if has_kernel(p, a, out):
+        multiply_rows(out, a, b, fresh)
+    else:
+        accumulate_sums(p, out, a, b, fresh)
+
+
+def accumulate_sums(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
+    """The same for few rows of a, each of them as long as there are inputs."""
+    if operand_dtype(p) == out.dtype == p.dtype:
+        out.baddbmm_(a.to(p.dtype), b.to(p.dtype), beta=0 if fresh else 1)
+    else:
+        add(out, product(p, a, b), fresh)
+
+
+def add(out: Tensor, value: Tensor, fresh: bool) -> None:
+    """out += value, in place, or out = value if fresh."""
+    if fresh:
+        out.copy_(value)
+    else:
+        out += value
+
+
+def has_kernel(p: Problem, *tensors: Tensor) -> bool:
+    """Whether ``fused_product`` multiplies them: cuBLAS keeps IEEE float32 off the tensor cores."""
+    ieee = p.implementation == "fused" and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    return ieee and all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
+
+
+def multiply_rows(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> Tensor:
+    from vecroute.ops.fused_product import rows_times
+
+    return rows_times(a, b.mT.contiguous(), out, fresh)
