@@ -13,7 +13,7 @@ from torch import Tensor
 from vecroute.ops.fused_product import rows_times
 from vecroute.ops.passes import Chunk, use_of
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import accumulate, add
+from vecroute.ops.products import accumulate, add, has_kernel, sum_over_inputs
 
 
 @triton.jit
@@ -77,10 +77,10 @@ def coefficients_kernel(
     B_S,  # [i, j], or [1, j] with row stride 0
     use,  # [b, i, j] where MASKED
     f,  # [b, i]
-    phi,  # [b, i, j] the result; may be dot itself
+    phi,  # [b, i, j] the result
     n_inp,
     n_out,
-    dot_b, dot_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, phi_b, phi_i,  # strides
+    dot_b, dot_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, phi_b, phi_j,  # strides
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
@@ -98,7 +98,7 @@ def coefficients_kernel(
     m_i = o_i < n_inp
     o_dot, o_c, o_S = (b * dot_b + o_i * dot_i) * VEC, (b * c_b + o_i * c_i) * VEC, o_i * S_i * VEC
     o_use = b * use_b + o_i * use_i
-    p_phi = phi + (b * phi_b + o_i * phi_i) * VEC
+    p_phi = phi + b * phi_b + o_i
     b_f = tl.load(f + b * f_b + o_i, mask=m_i, other=0.0).to(T)
     if not FLAT:
         top, scale = normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED, MASKED,
@@ -116,7 +116,7 @@ def coefficients_kernel(
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
             u = tl.where(m_used, b_sum * (tl.exp(S - top) * scale) - b_ign, 0.0)
-        tl.store(p_phi + o_j, u * b_f, mask=m)
+        tl.store(p_phi + o_j.to(tl.int64) * phi_j, u * b_f, mask=m)
 
 
 @triton.jit
@@ -302,14 +302,14 @@ def pair_arguments(p: Problem, chunk: Chunk, c, f: Tensor, first: bool, strides:
 
 
 def coefficients(p: Problem, chunk: Chunk, c, dot, f: Tensor) -> Tensor:
-    """As ``chunked.coefficients``; dot is overwritten."""
-    phi = f.new_empty(*f.shape, p.n_out) if dot is None else dot  # [b, i, j]
-    strides = {"dot_b": phi.stride(0), "dot_i": phi.stride(1), "phi_b": phi.stride(0), "phi_i": phi.stride(1)}
-    arguments = pair_arguments(p, chunk, c, f, dot is None, strides)
+    """As ``chunked.coefficients``; neighbours in memory are neighbours in i, as sums over i like it best."""
+    phi = f.new_empty(len(f), p.n_out, f.shape[1])  # [b, j, i]
+    strides = {} if dot is None else {"dot_b": dot.stride(0), "dot_i": dot.stride(1)}
+    arguments = {"dot_b": 0, "dot_i": 0} | pair_arguments(p, chunk, c, f, dot is None, strides)
     coefficients_kernel[triton.cdiv(f.shape[1], arguments["BLOCK_I"]), f.shape[0]](
-        dot=phi, phi=phi, **arguments
+        dot=f if dot is None else dot, phi=phi, phi_b=phi.stride(0), phi_j=phi.stride(1), **arguments
     )
-    return phi
+    return phi.mT  # [b, i, j]
 
 
 def coefficients_backward(
@@ -338,7 +338,7 @@ def coefficients_backward(
         for name, part in zip(names, of_pairs, strict=True):
             add(grads[name][chunk.rows], part.sum(0), fresh)  # [i, j]
     if c is not None and not first:
-        grads.add("B_S", pairs[..., n_out:].sum((0, 1))[None])  # [1, j]
+        grads.add("B_S", sum_over_inputs(pairs[..., n_out:]).sum(0, keepdim=True))  # [1, j]
 
 
 def activations(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:
@@ -361,7 +361,7 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
     add(grads["B_A"][chunk.rows], grad_a.sum(0), fresh)  # [i]
     out = x if into.grad_x is None else into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]
     if into.grad_x is not None:
-        if b == 1 and fresh and all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in (x, W_A, out)):
+        if b == 1 and fresh and has_kernel(p, x, W_A, out):
             rows_times(pairs, M.mT.contiguous(), out, into.fresh, (x[0], W_A, grad_W_A, scaled[0]))
             return
         accumulate(p, out, pairs, M, into.fresh)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import accumulate, accumulate_sums, add, operand_dtype, product
+from vecroute.ops.products import accumulate, accumulate_sums, add, operand_dtype, product, sum_over_inputs
 
 
 class Chunk(NamedTuple):
@@ -48,8 +48,8 @@ def rows_of_a_chunk(p: Problem) -> int:
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
     # What a row has in buffers; together they stay small beside x_inp.
-    row = (4 if p.variable else 2) * p.n_out * p.dtype.itemsize
-    return max(1024, max(2**26, p.x_inp.numel() * p.x_inp.element_size() // 28) // row)
+    row = (6 if p.variable else 3) * p.n_out * p.dtype.itemsize
+    return max(1024, max(2**28, p.x_inp.numel() * p.x_inp.element_size() // 28) // row)
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
@@ -86,7 +86,7 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         phi = p.pairs.coefficients(p, chunk, c, dot, f_a_inp[chunk.batch, chunk.rows])  # [b, i, j]
         fresh = p.offsets is None and chunk.rows.start == 0
         accumulate_sums(p, y[chunk.samples], phi.mT, x, fresh)  # [b, j, d]
-        add(s[chunk.samples], phi.sum(1), fresh)  # [b, j]
+        add(s[chunk.samples], sum_over_inputs(phi), fresh)  # [b, j]
         if phi_out is not None:
             phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
@@ -236,7 +236,7 @@ class Columns:
 
     def add(self, grad: Tensor, grad_c: Tensor, grad_a, chunk: Chunk, grads) -> None:
         """Take the gradient of the columns of a chunk, [b, i, q], of which c is filled and a_inp is not."""
-        self.grad_B += grad_c.sum((0, 1))  # [2 j or j]
+        self.grad_B += sum_over_inputs(grad_c).sum(0)  # [2 j or j]
         if self.first:
             k = grad_c.shape[-1]
             grad[..., k + 1 :] = 0

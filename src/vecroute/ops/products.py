@@ -58,6 +58,13 @@ def add(out: Tensor, value: Tensor, fresh: bool) -> None:
         out += value
 
 
+def sum_over_inputs(values: Tensor) -> Tensor:
+    """[b, i, k] -> [b, k]; a long sum on a GPU as a product with ones, which is twice as fast."""
+    if values.is_cuda and len(values) == 1 and values.shape[1] >= 2**15:
+        return torch.mv(values[0].mT, values.new_ones(values.shape[1]))[None]
+    return values.sum(1)
+
+
 def has_kernel(p: Problem, *tensors: Tensor) -> bool:
     """Whether ``fused_product`` multiplies them: cuBLAS keeps IEEE float32 off the tensor cores."""
     ieee = p.implementation == "fused" and torch.backends.cuda.matmul.fp32_precision != "tf32"
