@@ -4,6 +4,7 @@ Parameters, peak memory and time of forward and of forward + backward, beside th
 the matmul rate and the copy bandwidth measured in the same run would need at least (see floor.py).
 
 axes        one of n_inp, n_out, d_inp, d_out, n_iters grows, the others stay at 100, 100, 1024, 1024, 2
+busy        the same with others so large that a GPU computes, instead of waiting for launches
 headline    1,000,000 x 1024 -> 100 x 1024, fixed and variable length
 ten-million 10,000,000 x 1024 -> 100 x 1024, variable length, stored in bfloat16
 
@@ -35,6 +36,14 @@ SHORT_AXES = {
     "d_out": (256, 512, 1024),
     "n_iters": (2, 6, 10),
 }
+# What stays the same where a GPU is to be busy, and what grows.
+BUSY_AXES = {
+    "n_inp": ({}, (250_000, 500_000, 750_000, 1_000_000)),
+    "n_out": ({}, (25_000, 50_000, 75_000, 100_000)),
+    "d_inp": ({"n_inp": 100_000}, (1024, 4096, 8192, 12_288, 16_384)),
+    "d_out": ({"n_out": 20_000}, (1024, 4096, 8192, 12_288, 16_384)),
+    "n_iters": ({"n_inp": 100_000}, (2, 4, 6, 8, 10)),
+}
 QUANTITIES = ("parameters", "forward_ms", "both_ms", "forward_mb", "both_mb")
 
 
@@ -53,6 +62,13 @@ def cases(options: argparse.Namespace) -> list[tuple[str, Case, list[str]]]:
             (axis, replace(baseline, **{axis: value}), axis_modes)
             for axis in options.axes
             for value in axes[axis]
+        ]
+    if "busy" in options.cases:
+        found += [
+            (f"busy {axis}", replace(baseline, **fixed, **{axis: value}), options.modes or modes[:1])
+            for axis, (fixed, values) in BUSY_AXES.items()
+            if axis in options.axes
+            for value in values
         ]
     if "headline" in options.cases:
         found += [("headline", replace(baseline, n_inp=million, variable=v), modes) for v in (False, True)]
@@ -137,7 +153,7 @@ def fit(rows: list[dict], axis: str) -> list[dict[str, object]]:
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     common.add_layer_options(parser)
-    cases_known = ("axes", "headline", "ten-million")
+    cases_known = ("axes", "headline", "busy", "ten-million")
     parser.add_argument("--cases", nargs="+", choices=cases_known, default=cases_known[:2])
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     options = parser.parse_args(arguments)
@@ -164,17 +180,19 @@ def main(arguments: list[str] | None = None) -> None:
                 rows.append(row)
                 common.append(options.results / "scaling.csv", [row])
                 report(row)
-    for axis in options.axes:
-        fits = fit([row for row in rows if row["case"] == axis], axis)
+    for case_name in dict.fromkeys(row["case"] for row in rows):
+        axis = case_name.removeprefix("busy ")
+        fits = fit([row for row in rows if row["case"] == case_name], axis) if axis in AXES else []
         if fits:
-            common.append(options.results / "scaling_fits.csv", [{**line, **about} for line in fits])
+            lines = [{"case": case_name, **line, **about} for line in fits]
+            common.append(options.results / "scaling_fits.csv", lines)
         for line in fits:
-            print(f"{axis} {line['implementation']} {line['mode']} {line['quantity']}: R^2 {line['r2']}")
+            print(f"{case_name} {line['implementation']} {line['mode']} {line['quantity']}: R^2 {line['r2']}")
 
 
 def report(row: dict) -> None:
     sizes = f"{row['n_inp']} x {row['d_inp']} -> {row['n_out']} x {row['d_out']}, {row['n_iters']}"
-    line = f"{row['case']:8} {sizes:34} {row['length']:8} {row['mode']:5} {row['implementation']:9}"
+    line = f"{row['case']:12} {sizes:34} {row['length']:8} {row['mode']:5} {row['implementation']:9}"
     line += row["note"]
     for which in common.WHICH:
         if row[f"{which}_ms"]:

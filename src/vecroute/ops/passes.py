@@ -47,9 +47,10 @@ def rows_of_a_chunk(p: Problem) -> int:
     """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
-    # What a row has in buffers; together they stay small beside x_inp.
+    # What a row has in buffers; together they stay small beside x_inp, or beside many outputs.
     row = (6 if p.variable else 3) * p.n_out * p.dtype.itemsize
-    return max(1024, max(2**28, p.x_inp.numel() * p.x_inp.element_size() // 28) // row)
+    least = 2**26 if p.n_out < 512 else 2**28
+    return max(1024, max(least, p.x_inp.numel() * p.x_inp.element_size() // 28) // row)
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
@@ -99,10 +100,10 @@ class InputGradient:
     """
 
     def __init__(self, p: Problem, n_iters: int, needed: bool):
-        self.grad_x: Any = torch.empty_like(p.x_inp) if needed else None  # [b, i, d]
+        grad_x: Any = torch.empty_like(p.x_inp) if needed else None  # [b, i, d]
         n_waiting = (n_iters - 1) * (4 if p.variable else 2) * p.n_out
-        fits = needed and 0 < n_waiting <= p.x_inp.shape[-1]
-        self.waits = fits and p.x_inp.dtype == p.dtype and self.grad_x.stride(-1) == 1
+        fits = needed and 0 < n_waiting <= p.x_inp.shape[-1] and p.x_inp.dtype == p.dtype
+        self.grad_x, self.waits = grad_x, fits and grad_x.stride(-1) == 1
         self.M: list[Tensor] = []  # [b, q, d] each, of the pairs that wait
         self.fresh = True
 

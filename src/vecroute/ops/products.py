@@ -5,18 +5,16 @@ from torch import Tensor
 
 from vecroute.ops.problem import Problem
 
-WIDE = 512  # outputs, from which rounding a float32 x_inp saves more in the products than it costs
-
 
 def operand_dtype(p: Problem) -> torch.dtype:
     """The dtype of the operands of large products.
 
-    On a CPU float16 is neither fast nor wide enough. On a GPU a float32 x_inp is not copied to be rounded
-    unless there are many outputs: tf32 products take it as it is, and round less than autocast would.
+    On a CPU float16 is neither fast nor wide enough. On a GPU a float32 x_inp is not copied to be rounded:
+    tf32 products take it as it is, and round less than autocast would.
     """
     if p.x_inp.device.type == "cpu":
         return p.dtype if p.rounded == torch.float16 else p.rounded
-    return p.dtype if p.x_inp.dtype == p.dtype and p.n_out < WIDE else p.rounded
+    return p.dtype if p.x_inp.dtype == p.dtype else p.rounded
 
 
 def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
