@@ -35,7 +35,7 @@ def chunks(p: Problem) -> Iterator[Chunk]:
             for start in range(p.offsets[b], p.offsets[b + 1], size):
                 yield Chunk(slice(b, b + 1), slice(0, 1), slice(start, min(start + size, p.offsets[b + 1])))
         return
-    together = max(1, size // n_rows)
+    together = max(1, size // max(1, n_rows))
     for b in range(0, n_samples, together):
         samples = slice(b, min(b + together, n_samples))
         for start in range(0, n_rows, size):
@@ -69,7 +69,7 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         phi_out: [b, i, j] to fill with phi, or None.
         outputs: the columns of phi to write, None for all.
     """
-    if p.offsets is not None:  # a sample may have no rows
+    if p.offsets is not None or not p.x_inp.shape[1]:  # a sample may have no rows
         y.zero_()
         s.zero_()
     columns = Columns(p, x_hat is None, kept, filling=True)
