@@ -244,6 +244,18 @@ class TestAggregate:
         assert np.allclose(flat.values[:, 0], explanation.values.sum(1), atol=1e-6)
         assert np.allclose(flat.phi[:, 0], explanation.phi.sum(1), atol=1e-6)
 
+    def test_one_depth_leaves_the_others_to_the_base(self):
+        explanation = explain(TEXT, depths=[0, 3, 12])
+        for level, d in ((0, 0), ("layer 3", 1), (12, 2)):
+            one = explanation.at_depth(level)
+            assert one.depths == [explanation.depths[d]]
+            assert np.array_equal(one.values[:, 0], explanation.values[:, d])
+            assert np.array_equal(one.phi[:, 0], explanation.phi[:, d])
+            total = one.values.sum((0, 1), dtype=np.float64) + one.base_values
+            assert np.allclose(total, explanation.scores, atol=1e-4)
+        with pytest.raises(ValueError, match=r"level must be one of \[0, 3, 12, 'embeddings', .*got 1$"):
+            explanation.at_depth(1)
+
     def test_what_special_tokens_gave_is_in_the_base(self):
         explanation = explain(TEXT)
         plain = explanation.skip_special_tokens()

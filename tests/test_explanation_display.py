@@ -3,7 +3,6 @@
 import io
 import re
 from decimal import Decimal
-from html.parser import HTMLParser
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -11,69 +10,13 @@ import pytest
 from explanations import HOSTILE, explain
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import Parser, numbers_of
 from rich.console import Console
 
 from vecroute.explain.html import fragment, page
 from vecroute.explain.shown import Shown, caption, pieces, shown, visible
 
 TEXT = "A gorgeous, witty movie. Mr. Smith doesn't convince (3.5 of 10)! Unconvincingly so."
-VOID = {"meta", "input", "img", "br", "link"}
-
-
-class Element:
-    """An element of a page: its name, attributes, and what is in it."""
-
-    def __init__(self, name, attributes, parent):
-        self.name, self.attributes, self.parent, self.children = name, attributes, parent, []
-
-    def all(self, name, **attributes):
-        """The elements inside it with that name and those attributes."""
-        for child in self.children:
-            if isinstance(child, Element):
-                if child.name == name and attributes.items() <= child.attributes.items():
-                    yield child
-                yield from child.all(name, **attributes)
-
-    @property
-    def text(self):
-        return "".join(child if isinstance(child, str) else child.text for child in self.children)
-
-
-class Parser(HTMLParser):
-    """Reads a page, and sees to it that every element is closed."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.root = self.open = Element("", {}, None)
-        self.every = []
-        self.feed(html)
-        self.close()
-        assert self.open is self.root
-
-    def handle_starttag(self, tag, attrs):
-        element = Element(tag, dict(attrs), self.open)
-        assert len(element.attributes) == len(attrs)
-        self.every.append(element)
-        self.open.children.append(element)
-        if tag not in VOID:
-            self.open = element
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.name == tag
-        self.open = self.open.parent
-
-    def handle_data(self, data):
-        self.open.children.append(data)
-
-
-def numbers_of(table):
-    """The last number in each row of a table."""
-    rows = [list(row.all("td", **{"class": "number"})) for row in table.all("tr")]
-    return [Decimal(cells[-1].text) for cells in rows if cells]
 
 
 class TestNumbers:
@@ -313,10 +256,10 @@ class TestHtml:
         assert [h2.text.partition(":")[0] for h2 in parsed.root.all("h2")] == ["Score of d", "Score of a"]
         assert "2 of 4 classes" in html
         for number in (1, 2):
-            rule = f"#v:has(#v-{number}:not(:checked)) #v-panel-{number} {{ display: none; }}"
+            rule = f"#v0:has(#v0-{number}:not(:checked)) #v0-panel-{number} {{ display: none; }}"
             assert rule in html
-            assert list(parsed.root.all("input", id=f"v-{number}"))
-            assert list(parsed.root.all("section", id=f"v-panel-{number}"))
+            assert list(parsed.root.all("input", id=f"v0-{number}"))
+            assert list(parsed.root.all("section", id=f"v0-panel-{number}"))
         with pytest.raises(ValueError, match="output must be one of 'bad', 'good', got 'x'"):
             page(explain(TEXT), outputs=["x"])
 

@@ -284,7 +284,7 @@ def test_opcheck(implementation, fixed):
     x_inp = torch.randn(2, 9, 4, requires_grad=True)
     sqrt_n_inp = torch.full((2, 1), 3.0)
     arguments = (x_inp, weights, None, sqrt_n_inp, None, 1 / 3, torch.float32, list(Tuning()))
-    arguments = (*arguments, implementation, 2, True, None)
+    arguments = (*arguments, implementation, "", 2, True, None)
     result = torch.library.opcheck(torch.ops.vecroute.loop.default, arguments)
     assert set(result.values()) == {"SUCCESS"}
 

@@ -45,12 +45,15 @@ def evaluate(truth: Sequence[Any], classes: Sequence[Any], probabilities: np.nda
 
 def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
     """Mean distance of confidence and accuracy over bins of confidence [n], weighted by their samples."""
+    gaps = [abs(mean - accuracy) * n for mean, accuracy, n in confidence_bins(confidence, right)]
+    return sum(gaps) / len(right)
+
+
+def confidence_bins(confidence: np.ndarray, right: np.ndarray) -> list[tuple[float, float, int]]:
+    """Mean confidence, accuracy and number of samples of each bin of confidence [n] that has any."""
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)  # [n]
-    gaps = [
-        abs(confidence[bins == k].mean() - right[bins == k].mean()) * (bins == k).mean()
-        for k in np.unique(bins)
-    ]
-    return float(sum(gaps))
+    members = [bins == k for k in np.unique(bins)]  # [n] each
+    return [(float(confidence[m].mean()), float(right[m].mean()), int(m.sum())) for m in members]
 
 
 def show(result: dict[str, Any]) -> None:

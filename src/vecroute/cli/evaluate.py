@@ -9,19 +9,22 @@ import typer
 from vecroute.cli.common import Device, Encoder, LabelColumn, Model, TextColumn, app, checked, column, load
 
 
-@app.command(epilog="Example: vecroute evaluate model/ test.csv --json")
+@app.command(epilog="Example: vecroute evaluate model/ test.csv --html report.html")
 def evaluate(
     model: Model,
     data: Annotated[Path, typer.Argument(help="Table of texts and labels.")],
     text: TextColumn = None,
     label: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a report with explanations to this file.")] = None,
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
     """Measure a classifier on texts whose labels are known."""
     from vecroute.evaluation import evaluate as measure
     from vecroute.evaluation import show
+    from vecroute.explain.report import report
+    from vecroute.storage import write_file
     from vecroute.tables import read_table
 
     classifier = load(model, encoder, device)
@@ -32,7 +35,11 @@ def evaluate(
     texts, labels = checked(table[text], text, data), table[label]
     if labels.isna().any():
         raise ValueError(f"column {label!r} of {data}: row {labels.isna().argmax()} is missing")
-    result = measure(labels, classifier.classes_, classifier.predict_proba(texts))
+    probabilities = classifier.predict_proba(texts)
+    result = measure(labels, classifier.classes_, probabilities)
+    if html is not None:
+        page = report(classifier, texts, labels, probabilities, title=f"{model.name} on {data.name}")
+        write_file(html, page.encode())
     if as_json:
         print(json.dumps(result))
         return

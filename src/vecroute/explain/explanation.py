@@ -147,6 +147,24 @@ class Explanation:
         values, phi = (array.sum(1, keepdims=True, dtype=np.float64) for array in arrays)  # [n, 1, n_cls]
         return self._replace(values=values, phi=phi, depths=["all depths"])
 
+    def at_depth(self, level: int | str) -> "Explanation":
+        """The explanation by one depth, [n, 1, n_cls]; what the others contributed is counted to the base.
+
+        Args:
+            level: the number or the name of the hidden state, as in ``depths`` or ``depth_names``.
+        """
+        known: list[int | str] = [*self.depths, *self.depth_names]
+        if level not in known:
+            raise ValueError(f"level must be one of {known}, got {level!r}")
+        d = known.index(level) % len(self.depths)
+        others = self.values.sum((0, 1), dtype=np.float64) - self.values[:, d].sum(0, dtype=np.float64)
+        return self._replace(
+            values=self.values[:, [d]],  # [n, 1, n_cls]
+            phi=self.phi[:, [d]],
+            base_values=self.base_values + others,
+            depths=[self.depths[d]],
+        )
+
     def skip_special_tokens(self) -> "Explanation":
         """The explanation without special tokens; what they contributed is counted to the base."""
         keep = ~self.special  # [n]

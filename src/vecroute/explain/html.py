@@ -22,17 +22,27 @@ N_MARKED = 8  # words with their number in the text
 MAP_COLUMNS, MAP_LINE = 240, 44  # most columns that a map has, and how many go side by side
 CELL_WIDTH, CELL_HEIGHT = 20, 14
 
+STYLE = {"levels": range(1, LEVELS + 1), "cell": (CELL_WIDTH, CELL_HEIGHT)}
+
 page_numbers = itertools.count()
 
 
-def page(explanation: "Explanation", unit: str = "word", outputs: Sequence[Any] | None = None) -> str:
-    """A whole page, for a file."""
-    return render("page.html", explanation, unit, outputs, prefix="v")
+def page(
+    explanations: "Explanation | Sequence[Explanation]",
+    unit: str = "word",
+    outputs: Sequence[Any] | None = None,
+) -> str:
+    """A whole page, for a file, about one text or several."""
+    several = explanations if isinstance(explanations, Sequence) else [explanations]
+    parts = [content(one, unit, outputs, f"v{k}") for k, one in enumerate(several)]
+    filled = {"title": "; ".join(part["title"] for part in parts), "parts": parts}
+    return environment().get_template("page.html").render(filled | STYLE)
 
 
 def fragment(explanation: "Explanation", unit: str = "word", outputs: Sequence[Any] | None = None) -> str:
     """A part of a page, such as the output of a cell of a notebook."""
-    return render("fragment.html", explanation, unit, outputs, prefix=f"v{next(page_numbers)}")
+    part = content(explanation, unit, outputs, f"v{next(page_numbers)}")
+    return environment().get_template("fragment.html").render(part | STYLE)
 
 
 @cache
@@ -48,24 +58,21 @@ def environment() -> Any:
     )
 
 
-def render(
-    template: str, explanation: "Explanation", unit: str, outputs: Sequence[Any] | None, prefix: str
-) -> str:
-    """A template filled in, whose ids all begin with the prefix."""
+def content(
+    explanation: "Explanation", unit: str, outputs: Sequence[Any] | None, prefix: str
+) -> dict[str, Any]:
+    """What a fragment is filled with, whose ids all begin with the prefix."""
     rows = explanation.aggregate(unit) if explanation.unit == "token" else explanation
     if outputs is None:
         best = np.argsort(-explanation.scores, kind="stable")[:N_OUTPUTS]
         outputs = [explanation.output_names[j] for j in best]
-    filled = {
+    return {
         "prefix": prefix,
         "title": caption(explanation.text, 60),
         "unit": rows.unit,
         "n_outputs": len(explanation.output_names),
         "panels": [panel(explanation, rows, name) for name in outputs],
-        "levels": range(1, LEVELS + 1),
-        "cell": (CELL_WIDTH, CELL_HEIGHT),
     }
-    return environment().get_template(template).render(filled)
 
 
 def panel(explanation: "Explanation", rows: "Explanation", output: Any) -> dict[str, Any]:

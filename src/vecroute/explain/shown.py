@@ -51,18 +51,24 @@ def shown(explanation: "Explanation", output: Any = None, decimals: int | None =
     if decimals is None:
         decimals = decimals_of(values) if any(values) else decimals_of([base, score])
     scale = 10.0**decimals
-    exact = [value * scale for value in values]
-    rounded = [round(value) for value in exact]
+    rounded_base, rounded_score = round(base * scale), round(score * scale)
     rest = round((score - base - sum(values)) * scale)
-    result = Shown(rounded, round(base * scale), rest, round(score * scale), decimals)
-    missing = result.score - result.base - result.rest - sum(rounded)
+    exact = [value * scale for value in values]
+    rounded = round_to_sum(exact, rounded_score - rounded_base - rest)
+    rest = rounded_score - rounded_base - sum(rounded)
+    return Shown(rounded, rounded_base, rest, rounded_score, decimals)
+
+
+def round_to_sum(values: Sequence[float], total: int) -> list[int]:
+    """Whole numbers that add up to the total, each off by one at most, or as near as that allows."""
+    rounded = [round(value) for value in values]
+    missing = total - sum(rounded)
     step = 1 if missing > 0 else -1
     # What rounding moved farthest the other way comes first.
-    order = sorted(range(len(exact)), key=lambda i: step * (rounded[i] - exact[i]))
-    moved = order[: abs(missing)]
-    for i in moved:
+    order = sorted(range(len(rounded)), key=lambda i: step * (rounded[i] - values[i]))
+    for i in order[: abs(missing)]:
         rounded[i] += step
-    return result._replace(rest=rest + missing - step * len(moved))
+    return rounded
 
 
 def decimals_of(values: Iterable[float]) -> int:

@@ -160,7 +160,7 @@ class ScalarMix(nn.Module):
 
     def __init__(self, d: int, depth: int):
         super().__init__()
-        self.weights, self.gamma = nn.Parameter(torch.zeros(depth)), nn.Parameter(torch.ones(()))
+        self.weights, self.gamma = nn.Parameter(torch.zeros(depth)), nn.Parameter(torch.ones(1))
         self.d_pool = d
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:

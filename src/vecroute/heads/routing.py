@@ -64,6 +64,8 @@ class RoutingHead(nn.Module):
         if n_routings < 2:
             raise ValueError(f"n_routings must be at least 2, got {n_routings}")
         self.d_emb, self.depth, self.n_cls = d_emb, depth, n_cls
+        self.n_parallel = n_parallel
+        self.compacts = True  # whether training leaves out unused inputs, which takes to look at the mask
         options: dict[str, Any] = {"n_iters": n_iters, "implementation": implementation}
 
         def routing(n_inp: int | None, n_out: int, d_inp: int, d_out: int) -> VectorRouting:
@@ -108,9 +110,23 @@ class RoutingHead(nn.Module):
 
     def forward(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Tensor:
         x_inp, input_mask = self.flatten(hidden_states, input_mask)  # [..., i, d], [..., i]
-        if self.training and input_mask is not None:
+        if self.training and self.compacts and input_mask is not None:
             x_inp, input_mask = compact(x_inp, input_mask)  # [..., k, d], [..., k]
+        if self.training and self.n_parallel > 1:
+            return self._one_of_parallel(x_inp, input_mask)  # [..., n_cls]
         return self.network(x_inp, input_mask)[..., 0]  # [..., n_cls]
+
+    def _one_of_parallel(self, x_inp: Tensor, input_mask: Tensor | None) -> Tensor:
+        """The scores [..., n_cls] of one of the parallel networks for each sample, as if all agreed with it.
+
+        So each of them learns by itself, from samples of its own, and their sum is that of many opinions.
+        """
+        inputs, parallel = self.network
+        x = inputs(x_inp, input_mask)  # [..., i, d]
+        scores = torch.stack([branch(x, input_mask)[..., 0] for branch in parallel.branches], -1)
+        drawn = torch.rand_like(scores[..., :1, :])  # [..., 1, n_parallel]
+        chosen = (drawn == drawn.amax(-1, keepdim=True)).to(scores.dtype)  # [..., 1, n_parallel]
+        return self.n_parallel * (scores * chosen).sum(-1)  # [..., n_cls]
 
     def route(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Routed:
         """Like ``forward``, and the credit of every hidden state for every class, [..., i, n_cls]."""

@@ -34,6 +34,7 @@ def route(
     implementation: str,
     tuning: Tuning,
     cu_seqlens: Tensor | None = None,
+    group: str = "",
     need_phi: bool = False,
     outputs: Sequence[int] | None = None,
     phi_out: Tensor | None = None,
@@ -41,6 +42,7 @@ def route(
     """Run the loop with the named implementation on arguments already checked.
 
     Args:
+        group: name of the group of ranks that hold the other inputs; "" for none.
         need_phi, outputs, phi_out: whether to give phi, of which outputs, and where (see ``route_streamed``).
 
     Returns:
@@ -51,6 +53,8 @@ def route(
     elif implementation == "fused" and (problem := why_not_fused(x_inp)):
         raise ValueError(f"implementation='fused' {problem}")
     if implementation == "reference":
+        if group:
+            raise ValueError("inputs sharded over ranks cannot be routed by implementation='reference'")
         if cu_seqlens is None:
             last = route_reference(x_inp, weights, n_iters, input_mask, pair_mask, prior)
             x_out, phi = last.x_out, last.phi  # [..., j, h], [..., i, j]
@@ -72,6 +76,7 @@ def route(
         implementation=implementation,
         tuning=tuning,
         cu_seqlens=cu_seqlens,
+        group=group,
         need_phi=need_phi,
         outputs=outputs,
         phi_out=phi_out,

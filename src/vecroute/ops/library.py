@@ -9,15 +9,19 @@ from torch import Tensor
 
 from vecroute.ops import loop
 from vecroute.ops.common import Weights, compute_dtype, product_dtype, used_pairs, without_autocast
+from vecroute.ops.group import all_reduce
 from vecroute.ops.passes import new_kept
 from vecroute.ops.problem import Problem, Tuning
 
 
-def problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation) -> Problem:
+def problem(
+    x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, group
+) -> Problem:
     """Gather the flat arguments of the operators."""
     betas = weights[10:]  # two parameters, or four from which they are computed
     w = Weights(*weights[:10], *(betas if len(betas) == 2 else (None, None, *betas)))
-    return Problem(x_inp, w, use, sqrt_n_inp, cu_seqlens, prior, rounded, Tuning(*tuning), implementation)
+    options = prior, rounded, Tuning(*tuning), implementation, group
+    return Problem(x_inp, w, use, sqrt_n_inp, cu_seqlens, *options)
 
 
 @torch.library.custom_op("vecroute::loop", mutates_args=())
@@ -31,12 +35,13 @@ def loop_op(
     rounded: torch.dtype,
     tuning: Sequence[int],
     implementation: str,
+    group: str,
     n_iters: int,
     need_phi: bool,
     outputs: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x_out [b, j, h], phi [b, i, j] of the given outputs (None for all), what the backward pass needs."""
-    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
+    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, group)
     phi = x_inp.new_empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs), dtype=p.dtype)  # [b, i, j]
     with tf32_under_autocast(p):
         x_out, *saved = loop.forward(p, n_iters, phi if need_phi else None, outputs)
@@ -67,9 +72,9 @@ def n_columns(p: Problem, need_phi: bool, outputs: Sequence[int] | None) -> int:
 
 
 @loop_op.register_fake
-def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, *rest):
+def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, group, *rest):
     n_iters, need_phi, outputs = rest
-    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
+    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, group)
     b, (j, h), d = sqrt_n_inp.shape[0], p.w.B_F2.shape, x_inp.shape[-1]
 
     def empty(*shape: int) -> Tensor:
@@ -93,6 +98,7 @@ def loop_backward_op(
     rounded: torch.dtype,
     tuning: Sequence[int],
     implementation: str,
+    group: str,
     y: Tensor,
     s: Tensor,
     before: Tensor,
@@ -102,7 +108,7 @@ def loop_backward_op(
     need_grad_x: bool,
 ) -> list[Tensor]:
     """Gradients of x_inp (empty if not needed) and of the weights."""
-    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation)
+    p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, group)
     with tf32_under_autocast(p):
         grad_x, grads = loop.backward(p, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x)
     parameters = {name: w for name, w in p.w._asdict().items() if w is not None}
@@ -133,7 +139,7 @@ def _backward(ctx, grad_x_out, *_):
     x_inp, *rest = ctx.saved_tensors
     weights, (use, sqrt_n_inp, cu_seqlens, *saved) = rest[: ctx.n_weights], rest[ctx.n_weights :]
     if grad_x_out is None:
-        return (None, [None] * ctx.n_weights, *[None] * 10)
+        return (None, [None] * ctx.n_weights, *[None] * 11)
     need_grad_x = ctx.needs_input_grad[0]
     grad_x, *grads = loop_backward_op(
         grad_x_out,
@@ -146,7 +152,7 @@ def _backward(ctx, grad_x_out, *_):
         *saved,
         need_grad_x,
     )
-    return (grad_x if need_grad_x else None, grads, *[None] * 10)
+    return (grad_x if need_grad_x else None, grads, *[None] * 11)
 
 
 loop_op.register_autograd(_backward, setup_context=_setup_context)
@@ -170,6 +176,7 @@ def route_streamed(
     implementation: str,
     tuning: Tuning,
     cu_seqlens: Tensor | None = None,
+    group: str = "",
     need_phi: bool = False,
     outputs: Sequence[int] | None = None,
     phi_out: Tensor | None = None,
@@ -178,6 +185,7 @@ def route_streamed(
 
     Args:
         cu_seqlens: [b + 1] offsets of the samples in a packed x_inp [total, d].
+        group: name of the group of ranks that hold the other inputs, each some of them; "" for none.
         need_phi, outputs: whether to give phi, and of which outputs (None for all).
         phi_out: [..., i, j] where to write them instead of a new tensor; x_out then has no graph.
 
@@ -190,15 +198,17 @@ def route_streamed(
     if use is not None:
         use = use.expand(*batch, *use.shape[-2:]).reshape(-1, *use.shape[-2:])  # [b, i, j or 1]
     if cu_seqlens is not None:
-        n_inp = cu_seqlens.diff()[:, None].clamp(min=1)  # [b, 1]
+        n_inp = cu_seqlens.diff()[:, None]  # [b, 1]
     elif input_mask is not None:
-        n_inp = input_mask.sum(-1, keepdim=True).clamp(min=1).expand(*batch, 1).reshape(-1, 1)  # [b, 1]
+        n_inp = input_mask.sum(-1, keepdim=True).expand(*batch, 1).reshape(-1, 1)  # [b, 1]
     else:
         n_inp = x_inp.new_full((math.prod(batch), 1), x_inp.shape[-2], dtype=dtype)  # [b, 1]
-    sqrt_n_inp = n_inp.to(dtype).sqrt()  # [b, 1]
+    if group:
+        n_inp = all_reduce(group, n_inp.long().clone())  # [b, 1]
+    sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()  # [b, 1]
     x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
     tensors = [w for w in weights if w is not None]
-    arguments = x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning), implementation
+    arguments = x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning), implementation, group
     if phi_out is None:
         x_out, phi, *_ = loop_op(*arguments, n_iters, need_phi, outputs)
         phi = phi.detach().view(*x_inp.shape[:-1], phi.shape[-1])  # [..., i, j]

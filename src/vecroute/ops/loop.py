@@ -35,6 +35,7 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     for t in range(n_iters):
         last = t == n_iters - 1
         passes.forward_pass(p, x_hat, f_a_inp, kept, y[t], s[t], phi if last else None, outputs)
+        p.total(y[t], s[t])
         y[t] /= p.sqrt_n_inp[..., None]
         x_out = p.outputs(y[t], s[t])  # [b, j, h]
         if not last:
@@ -61,5 +62,6 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x
             p, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh
         )  # [b, j, d]
         if t > 0:
+            p.total(grad_x_hat)
             grad_x_out = p.predictions_backward(grad_x_hat, before[t - 1], g[t - 1], grads)  # [b, j, h]
     return into.grad_x, grads

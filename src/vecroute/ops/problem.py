@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.common import Weights, compute_dtype, normalize
+from vecroute.ops.group import add_up
 
 
 class Tuning(NamedTuple):
@@ -35,6 +36,7 @@ class Problem:
     rounded: torch.dtype  # of the operands of products
     tuning: Tuning
     implementation: str
+    group: str = ""  # of the ranks that hold the other inputs
 
     @cached_property
     def pairs(self) -> ModuleType:
@@ -71,6 +73,11 @@ class Problem:
         if self.rounded == torch.bfloat16 and a.is_cuda:
             return (a.to(self.rounded) @ b.to(self.rounded)).to(self.dtype)
         return a @ b
+
+    def total(self, *sums: Tensor) -> None:
+        """Make sums over the inputs here sums over those of every rank, in place."""
+        if self.group:
+            add_up(self.group, *sums)
 
     def outputs(self, y: Tensor, s: Tensor) -> Tensor:
         """x_out = (y W_F1) W_F2 + s B_F2, [b, j, h], where y is already divided by sqrt(n_inp)."""

@@ -1,0 +1,141 @@
+"""Sums over the ranks of a process group, each of which holds some of the inputs.
+
+A group goes by its name, "" for none, so that operators can take it as an argument.
+"""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vecroute.ops.common import Weights
+
+# Parameters that every input meets, each rank with its own: gradients are sums over the ranks.
+MEET_INPUTS = ("W_A", "B_A", "W_S", "B_S", "W_use", "B_use", "W_ign", "B_ign")
+
+
+def resolve(group: str) -> dist.ProcessGroup:
+    """The group of that name."""
+    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]
+
+
+def all_reduce(group: str, message: Tensor, op: Any = None) -> Tensor:
+    """Combine a message over the ranks, by default as a sum, in place.
+
+    Raises:
+        RuntimeError: another rank has ended, or did not answer within the time-out of the group.
+    """
+    try:
+        dist.all_reduce(message, op or dist.ReduceOp.SUM, group=resolve(group))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} could not add up with the others: a rank ended, or did not answer "
+            f"within the time-out of the group; start again from the last checkpoint ({error})"
+        ) from error
+    return message
+
+
+def add_up(group: str, *sums: Tensor) -> None:
+    """Add each tensor up over the ranks, in place, all in one message."""
+    message = all_reduce(group, torch.cat([t.reshape(-1) for t in sums]))
+    for t, total in zip(sums, message.split([t.numel() for t in sums]), strict=True):
+        t.copy_(total.view(t.shape))
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, *shared):
+        ctx.group = group
+        return tuple(t.view_as(t) for t in shared)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        wanted = [
+            g.clone() if need else None for g, need in zip(grads, ctx.needs_input_grad[1:], strict=True)
+        ]
+        add_up(ctx.group, *(g for g in wanted if g is not None))
+        return None, *wanted
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, *sums):
+        totals = [t.clone() for t in sums]
+        add_up(group, *totals)
+        return tuple(totals)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *grads
+
+
+def sum_gradients(group: str, *shared: Tensor) -> tuple[Tensor, ...]:
+    """Tensors that every rank has alike and uses on its own inputs: gradients are added up over the ranks."""
+    needed = any(t.requires_grad for t in shared) and torch.is_grad_enabled()
+    return _SumGradients.apply(group, *shared) if group and needed else shared
+
+
+def total(group: str, *sums: Tensor) -> tuple[Tensor, ...]:
+    """Sums over the own inputs as sums over all; from there on every rank computes, and derives, the same."""
+    return _Total.apply(group, *sums) if group else sums
+
+
+def local_weights(group: str, w: Weights) -> Weights:
+    """The parameters as a rank uses them on its own inputs: of those with an i its own rows."""
+    if w.W_use is None:
+        rows = {
+            name: t.to_local() if hasattr(t, "to_local") else t
+            for name, t in w._asdict().items()
+            if t is not None
+        }
+        return w._replace(**rows)
+    shared = sum_gradients(group, *(getattr(w, name) for name in MEET_INPUTS))
+    return w._replace(**dict(zip(MEET_INPUTS, shared, strict=True)))
+
+
+@contextmanager
+def together(group: str, device: torch.device, check: bool = True) -> Iterator[dict[str, Any]]:
+    """What is raised inside on one rank is raised on all; so is a difference in what goes into the dict.
+
+    Without it the others would wait for a rank that is gone. It costs one message of 24 bytes, for which the
+    CPU waits.
+    """
+    alike: dict[str, Any] = {}
+    failure: Exception | None = None
+    if not group or not check or torch.compiler.is_compiling():
+        yield alike
+        return
+    try:
+        yield alike
+    except Exception as error:
+        failure = error
+    digest = zlib.crc32(repr(alike).encode())
+    message = torch.tensor([failure is not None, digest, -digest], device=device)  # [3]
+    failed, most, least = all_reduce(group, message, dist.ReduceOp.MAX).tolist()
+    if not failed and most == -least:
+        return
+    process_group = resolve(group)
+    told: list[Any] = [None] * process_group.size()
+    own = f"{type(failure).__name__}: {failure}" if failure else ""
+    dist.all_gather_object(told, (own, dict(alike)), group=process_group)
+    if failure is not None:
+        raise failure
+    raise ValueError(difference(told))
+
+
+def difference(told: list[tuple[str, dict[str, Any]]]) -> str:
+    """The errors of the other ranks, else what they do not have alike."""
+    errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(told) if error]
+    if errors:
+        return f"another rank failed: {'; '.join(errors)}"
+    names = dict.fromkeys(name for _, alike in told for name in alike)
+    for name in names:
+        values = [alike.get(name) for _, alike in told]
+        if any(value != values[0] for value in values):
+            each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            return f"{name} must be the same on every rank, got {each}"
+    return "ranks disagree"
