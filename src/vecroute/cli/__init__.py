@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 # Importing a command adds it to the app.
-from vecroute.cli import demo, evaluate, explain, fit, predict  # noqa: F401
+from vecroute.cli import demo, evaluate, explain, fit, predict, serve  # noqa: F401
 from vecroute.cli.common import app, fail
 
 __all__ = ["app", "fail", "main"]
@@ -18,15 +18,29 @@ UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__nam
 
 def main() -> None:
     """Run a command. Mistakes of the user end in one line and exit code 2."""
+    command = typer.main.get_command(app)
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        with command.make_context("vecroute", sys.argv[1:] or ["--help"]) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as asked:
+        sys.exit(asked.exit_code)
     except UsageError as error:
         fail(error.format_message())
+    except BrokenPipeError:  # whoever read the output has seen enough
+        leave_output()
+        sys.exit(0)
     except (ValueError, TypeError, ImportError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # whoever read the output has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
+        leave_output()
         fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         fail("interrupted", 130)
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(0)
+
+
+def leave_output() -> None:
+    """What cannot be written is not tried again at the end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,34 @@
+"""``vecroute serve``."""
+
+from typing import Annotated
+
+import typer
+
+from vecroute.cli.common import Device, Encoder, Model, app, load
+from vecroute.storage import require
+
+
+@app.command(epilog="Example: vecroute serve model/ --port 8000")
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for others too.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port, 0 for any that is free.")] = 8000,
+    max_batch: Annotated[int, typer.Option(help="Requests answered together.")] = 32,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get 503.")] = 256,
+    max_characters: Annotated[int, typer.Option(help="Of a text.")] = 100_000,
+    seconds: Annotated[float, typer.Option(help="Time limit of a request.")] = 60.0,
+    encoder: Encoder = None,
+    device: Device = None,
+) -> None:
+    """Serve a web page and a JSON API: predictions and explanations as you type."""
+    for package in ("fastapi", "uvicorn"):
+        require(package, "serve")
+    from vecroute import serve as web
+
+    limits = web.Limits(
+        max_characters=max_characters, seconds=seconds, max_batch=max_batch, max_waiting=max_waiting
+    )
+    bound = web.bind(host, port)
+    classifier = load(model, encoder, device)
+    page = web.create_app(classifier, name=model.resolve().name, limits=limits, hosts=web.hosts_for(host))
+    web.run(page, bound, seconds, lambda: print(f"{model} is at {web.address(bound)}", flush=True))

@@ -1,0 +1,150 @@
+"""What is answered: predictions and explanations of texts, in JSON types, and pages to keep."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vecroute.explain import Explanation
+from vecroute.explain.html import direction, page
+from vecroute.explain.shown import Shown, account, pieces, round_to_sum, shown, visible
+
+N_LINES = 20  # parts with a line of their own in the account of a score
+N_KEPT = 16  # explanations kept, for whoever looks at a text by another unit or depth
+N_SAVED = 3  # classes on a page, those with the highest probabilities
+WEIGHT = 8  # how much more work an explanation is than a prediction
+
+
+class Predict(NamedTuple):
+    text: str
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.text]
+
+    @property
+    def cost(self) -> int:
+        return len(self.text)
+
+
+class Explain(NamedTuple):
+    text: str
+    output: str | None = None  # the class, None for the predicted one
+    against: str | None = None  # a class to subtract
+    margin: bool = False  # whether to subtract the likeliest other class, if none is given
+    unit: str = "word"
+    depth: int | None = None  # None for all together
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.text]
+
+    @property
+    def cost(self) -> int:
+        return WEIGHT * len(self.text)
+
+
+class Save(NamedTuple):
+    texts: list[str]
+    unit: str = "word"
+
+    @property
+    def cost(self) -> int:
+        return WEIGHT * sum(map(len, self.texts))
+
+
+class Answers:
+    """Answers of a fitted ``RoutingClassifier``, from one thread.
+
+    Something other than texts, images say, would be another job here, grouped in ``answer`` by its kind.
+    """
+
+    def __init__(self, classifier: Any):
+        self.classifier = classifier
+        self.labels = {str(label): label for label in classifier.classes_.tolist()}
+        self.names = list(self.labels)
+        self.kept: OrderedDict[tuple, Explanation] = OrderedDict()
+
+    def answer(self, jobs: Sequence[Predict | Explain | Save]) -> list[Any]:
+        """The answers to some jobs, whose texts go through the encoder together."""
+        texts = list(dict.fromkeys(text for job in jobs for text in job.texts))
+        found = dict(zip(texts, self.classifier.predict_proba(texts).tolist(), strict=True))  # [n_cls] each
+        return [self._answer(job, [found[text] for text in job.texts]) for job in jobs]
+
+    def _answer(self, job: Predict | Explain | Save, shares: list[list[float]]) -> Any:
+        if isinstance(job, Save):
+            return self._page(job, shares)
+        answer = self._prediction(shares[0])
+        return answer if isinstance(job, Predict) else answer | self._explanation(job, shares[0])
+
+    def _prediction(self, shares: list[float]) -> dict[str, Any]:
+        label: str | list[str] = self.names[int(np.argmax(shares))]
+        if self.classifier.multi_label:
+            label = [name for name, share in zip(self.names, shares, strict=True) if share > 0.5]
+        return {"label": label, "probabilities": dict(zip(self.names, shares, strict=True))}
+
+    def _explanation(self, job: Explain, shares: list[float]) -> dict[str, Any]:
+        likely = [self.names[j] for j in np.argsort(-np.array(shares), kind="stable")]
+        output = job.output or likely[0]
+        others = [name for name in likely if name != output]
+        against = job.against or (others[0] if job.margin and others else None)
+        if against in (None, output):
+            why, against = self._explain(job.text, [output]), None
+        else:
+            why = self._explain(job.text, [output, against]).margin(output, against)
+        return {"output": output, "against": against} | described(why, job.unit, job.depth)
+
+    def _page(self, job: Save, shares: list[list[float]]) -> str:
+        """One page of all texts, with the classes that are likely for any of them."""
+        likely = np.argsort(-np.max(shares, 0), kind="stable")[:N_SAVED]
+        names = [self.names[j] for j in likely]
+        return page([self._explain(text, names) for text in job.texts], job.unit)
+
+    def _explain(self, text: str, names: Sequence[Any]) -> Explanation:
+        key = (text, *names)
+        if key not in self.kept:
+            labels = [self.labels[name] for name in names]
+            self.kept[key] = self.classifier.explain(text, classes=labels)
+            while len(self.kept) > N_KEPT:
+                self.kept.popitem(last=False)
+        self.kept.move_to_end(key)
+        return self.kept[key]
+
+
+def described(why: Explanation, unit: str, depth: int | None) -> dict[str, Any]:
+    """An explanation of one output in JSON types: its exact numbers, and those to show, which add up."""
+    by_depth = why.aggregate("depth")
+    if depth is not None:
+        why = why.at_depth(depth)
+    rows = why.aggregate(unit)
+    numbers = shown(rows)
+    totals = rows.totals().tolist()
+    return {
+        "score": float(rows.scores[0]),
+        "base": float(rows.base_values[0]),
+        "unit": rows.unit,
+        "depth": depth,
+        "parts": [
+            {"piece": rows.label(i), "start": start, "end": end, "special": special, "value": totals[i]}
+            for i, ((start, end), special) in enumerate(
+                zip(rows.offsets.tolist(), rows.special.tolist(), strict=True)
+            )
+        ],
+        "shown": {
+            **numbers._asdict(),
+            "by_depth": split(rows, numbers),
+            "depths": shown(by_depth, decimals=numbers.decimals)._asdict() | {"names": by_depth.pieces},
+            "lines": [line._asdict() for line in account(rows, numbers, N_LINES)],
+            "segments": [
+                {"text": visible(text), "parts": members, "runs": direction(text)}
+                for text, members in pieces(rows)
+            ],
+        },
+    }
+
+
+def split(rows: Explanation, numbers: Shown) -> list[list[int]]:
+    """The shown number of each row by depth, so that these add up to it."""
+    exact = rows.values[..., 0].astype(np.float64) * 10.0**numbers.decimals  # [n, depth]
+    return [round_to_sum(row, total) for row, total in zip(exact.tolist(), numbers.values, strict=True)]

@@ -1,0 +1,116 @@
+"""What comes in and goes out, as the OpenAPI description tells it."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# No half of a surrogate pair is a character; pydantic says so by itself.
+Text = Annotated[str, Field(min_length=1, pattern=r"\S", description="Plain text, not empty.")]
+Unit = Literal["token", "word", "sentence", "chunk", "depth"]
+
+
+class Asked(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PredictRequest(Asked):
+    text: Text
+
+
+class ExplainRequest(Asked):
+    text: Text
+    output: str | None = Field(None, description="The class to explain; the predicted one if left out.")
+    against: str | None = Field(None, description="A class to subtract: what decides between the two.")
+    margin: bool = Field(False, description="Subtract the likeliest other class, if no other is given.")
+    unit: Unit = Field("word", description="What contributions are summed over.")
+    depth: int | None = Field(
+        None, description="The contributions of one hidden state alone, 0 for the embeddings; else of all."
+    )
+
+
+class SaveRequest(Asked):
+    texts: list[Text] = Field(min_length=1, max_length=2)
+    unit: Unit = "word"
+
+
+class Prediction(BaseModel):
+    label: str | list[str] = Field(
+        description="The most likely class; where a text may have several, all that are likelier than not."
+    )
+    probabilities: dict[str, float]
+
+
+class Part(BaseModel):
+    piece: str = Field(description="The characters, or the name of what has none.")
+    start: int = Field(description="First character in the text (a Unicode code point), from 0.")
+    end: int = Field(description="One past the last; equal to start where it has no characters.")
+    special: bool = Field(description="Put there by the tokenizer, not by the text.")
+    value: float = Field(description="What it adds to the score.")
+
+
+class Line(BaseModel):
+    label: str
+    value: int
+    rows: list[int]
+    is_sum: bool
+
+
+class Segment(BaseModel):
+    text: str
+    parts: list[int]
+    runs: str
+
+
+class Sums(BaseModel):
+    values: list[int]
+    base: int
+    rest: int
+    score: int
+    decimals: int
+
+
+class DepthSums(Sums):
+    names: list[str]
+
+
+class Shown(Sums):
+    """Numbers to show, in whole numbers of the last decimal: score = base + sum of values + rest, exactly."""
+
+    by_depth: list[list[int]] = Field(description="The value of each part by depth; these add up to it.")
+    depths: DepthSums = Field(description="The same score by depth.")
+    lines: list[Line] = Field(description="The parts that count most, then all others: together the score.")
+    segments: list[Segment] = Field(description="The text from end to end, control characters written out.")
+
+
+class Explained(Prediction):
+    """score = base + sum of the values of the parts."""
+
+    output: str
+    against: str | None
+    score: float = Field(description="Of the output, less that of the class that it is explained against.")
+    base: float
+    unit: Unit
+    depth: int | None
+    parts: list[Part]
+    shown: Shown
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+    version: str
+    waiting: int = Field(description="Requests in the queue.")
+    capacity: int = Field(description="How many may wait.")
+
+
+class About(BaseModel):
+    name: str
+    classes: list[str]
+    depths: list[str]
+    depth_numbers: list[int]
+    units: list[str]
+    multi_label: bool
+    max_characters: int
+
+
+class Problem(BaseModel):
+    detail: str

@@ -1,0 +1,159 @@
+// The page: asks /explain as you type, and shows what it answers.
+
+import { details, element, largest, show } from "/view.js";
+
+const PAUSE = 250; // milliseconds without a key before it asks
+const UNITS = ["token", "word", "sentence"];
+const NEXT = "\u0000next"; // no class has such a name
+
+const at = (id) => document.getElementById(id);
+const texts = { a: at("text-a"), b: at("text-b") };
+const sections = { a: at("result-a"), b: at("result-b") };
+let about = { classes: [] };
+let answers = {};
+let asked = new AbortController();
+let timer = 0;
+
+const comparing = () => at("compare").getAttribute("aria-pressed") === "true";
+const chosen = (id) => at(id).value || null;
+
+async function post(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  for (;;) {
+    const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+    if (response.ok) return response;
+    const wait = response.headers.get("Retry-After");
+    if (response.status !== 503 || wait === null) {
+      const problem = await response.json().catch(() => ({}));
+      throw new Error(problem.detail || `the server answered ${response.status}`);
+    }
+    say("Many requests wait; trying again …");
+    await new Promise((done) => setTimeout(done, 1000 * Number(wait)));
+    signal?.throwIfAborted();
+  }
+}
+
+function say(message, wrong = false) {
+  at("status").textContent = message;
+  at("status").classList.toggle("wrong", wrong);
+}
+
+/** Explain one text by what is chosen; classes as in the answer for another text, if there is one. */
+async function explain(text, like, signal) {
+  const depth = chosen("depth");
+  const unit = at("form").elements.unit.value;
+  const less = chosen("against");
+  const classes = like ?? {
+    output: chosen("output"),
+    against: about.classes.includes(less) ? less : null,
+    margin: less === NEXT,
+  };
+  const { output, against, margin = false } = classes;
+  const body = { text, output, against, margin, unit, depth: depth && Number(depth) };
+  const answer = await (await post("/explain", body, signal)).json();
+  answer.depthName = at("depth").selectedOptions[0].textContent;
+  return answer;
+}
+
+async function update() {
+  asked.abort();
+  asked = new AbortController();
+  const { signal } = asked;
+  const given = Object.keys(texts).filter((key) => texts[key].value.trim() && (key === "a" || comparing()));
+  document.body.classList.toggle("busy", given.length > 0);
+  at("save").disabled = true;
+  hideTip();
+  try {
+    const found = {};
+    // The second text is explained by the classes of the first, so that the two can be compared.
+    for (const key of given) found[key] = await explain(texts[key].value, found.a, signal);
+    answers = found;
+    const scale = Math.max(0, ...given.map((key) => largest(found[key])));
+    for (const key of Object.keys(sections)) {
+      if (key in found) show(sections[key], found[key], scale);
+      else sections[key].hidden = true;
+    }
+    at("save").disabled = given.length === 0;
+    say(given.length ? "" : "Type or paste a text above.");
+  } catch (error) {
+    if (signal.aborted) return;
+    answers = {};
+    for (const section of Object.values(sections)) section.hidden = true;
+    say(`No explanation: ${error.message}`, true);
+  }
+  document.body.classList.remove("busy");
+}
+
+function updateSoon() {
+  clearTimeout(timer);
+  timer = setTimeout(update, PAUSE);
+}
+
+function toggleCompare() {
+  const on = !comparing();
+  at("compare").setAttribute("aria-pressed", on);
+  at("label-b").hidden = !on;
+  document.body.classList.toggle("comparing", on);
+  if (on) texts.b.focus();
+  update();
+}
+
+async function save() {
+  const unit = at("form").elements.unit.value;
+  const given = Object.keys(answers).map((key) => texts[key].value);
+  try {
+    const file = await (await post("/page", { texts: given, unit })).blob();
+    const link = element("a", { href: URL.createObjectURL(file), download: "explanation.html" });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+    say("Saved.");
+  } catch (error) {
+    say(`Not saved: ${error.message}`, true);
+  }
+}
+
+function hideTip() {
+  at("tip").hidden = true;
+}
+
+/** Show the numbers of the word that is pointed at. */
+function showTip(event) {
+  const span = event.target.closest?.("span[data-k]");
+  if (!span) return hideTip();
+  const key = sections.b.contains(span) ? "b" : "a";
+  const tip = at("tip");
+  tip.replaceChildren(...details(answers[key], Number(span.dataset.k)));
+  tip.hidden = false;
+  const box = span.getClientRects()[0];
+  const left = Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 8);
+  const below = box.bottom + 6 + tip.offsetHeight < window.innerHeight;
+  tip.style.left = `${Math.max(8, left) + window.scrollX}px`;
+  tip.style.top = `${(below ? box.bottom + 6 : box.top - tip.offsetHeight - 6) + window.scrollY}px`;
+}
+
+async function start() {
+  about = await (await fetch("/model")).json();
+  at("model").textContent = about.name;
+  document.title = `vecroute ${about.name}`;
+  at("against").append(new Option("the next likely class", NEXT, true, true), new Option("nothing", ""));
+  for (const id of ["output", "against"]) at(id).append(...about.classes.map((name) => new Option(name, name)));
+  at("depth").append(...about.depths.map((name, k) => new Option(name, about.depth_numbers[k])));
+  for (const unit of UNITS) {
+    const radio = element("input", { type: "radio", name: "unit", value: unit });
+    radio.checked = unit === "word";
+    at("units").append(element("label", {}, radio, ` ${unit}`));
+  }
+  for (const area of Object.values(texts)) {
+    area.maxLength = about.max_characters;
+    area.addEventListener("input", updateSoon);
+  }
+  at("form").addEventListener("change", (event) => event.target.matches("select, input") && update());
+  at("compare").addEventListener("click", toggleCompare);
+  at("save").addEventListener("click", save);
+  at("results").addEventListener("mouseover", showTip);
+  at("results").addEventListener("mouseleave", hideTip);
+  document.addEventListener("keydown", (event) => event.key === "Escape" && hideTip());
+  update();
+}
+
+start();
