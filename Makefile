@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+BROWSER := $(VENV)/.browser
 
 .PHONY: test test-all test-gpu check format bench build clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
 
-test-all: $(INSTALLED)
+test-all: $(INSTALLED) $(BROWSER)
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
 
 test-gpu: $(INSTALLED)
@@ -42,6 +43,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("vecroute needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,demo]"
+	touch $@
+
+# Tests of the page drive a real browser; where there is none they say so and skip.
+$(BROWSER): $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[browser]"
+	command -v chromium || (apt-get update && apt-get install --yes chromium) || echo "chromium cannot be installed"
 	touch $@
 
 clean:
