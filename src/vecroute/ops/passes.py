@@ -132,7 +132,7 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
     both = grad_y if first else torch.cat((grad_y, x_hat_S), dim=-2)  # [b, 2 j, d]
     n_both = both.shape[1]
     M = torch.cat((both, columns.rows.expand(len(both), -1, -1)), 1) if p.variable else both  # [b, q, d]
-    all_M = torch.cat((*into.M, M), 1)  # [b, w + q, d]
+    all_M = torch.cat((*into.M, M), 1) if into.M and first else M  # [b, w + q, d]
     grad_M = torch.zeros_like(M[:, n_out:])  # [b, q - j, d]
     for chunk in chunks(p):
         at = chunk.batch, chunk.rows
