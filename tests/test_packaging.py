@@ -38,6 +38,7 @@ PUBLIC_NAMES = {
     "Sum",
     "VectorRouting",
     "contributions",
+    "distributed",
     "encoders",
     "load_reference_state_dict",
     "networks",

@@ -31,15 +31,17 @@ __all__ = [
     "Sum",
     "VectorRouting",
     "contributions",
+    "distributed",
     "encoders",
     "load_reference_state_dict",
     "networks",
 ]
 
-# Names that need more than torch: where they are, and the extra that brings what they need.
+# Names that load more than others: where they are, and the extra that brings what they need.
 _LAZY = {
     "Explanation": ("vecroute.explain", "data"),
     "RoutingClassifier": ("vecroute.classifier", "hf,sklearn,data"),
+    "distributed": ("vecroute", "data"),
     "encoders": ("vecroute", "hf"),
 }
 

@@ -11,6 +11,7 @@ from vecroute.layers import GeneralRouting, VectorRouting
 from vecroute.layers.general import call_network
 from vecroute.masks import Masks, used
 from vecroute.ops.common import compute_dtype, normalize
+from vecroute.ops.group import total
 from vecroute.probe import check_affine, check_independent
 
 # (x, unit) -> x_out. The bias of the votes of input i is multiplied by unit_i [..., i], by 1 if that is None.
@@ -83,15 +84,17 @@ def _hold_vector_routing(layer: VectorRouting, x: Tensor, masks: Masks) -> tuple
         dtype = compute_dtype(x.dtype)
         phi = phi.to(dtype)  # [..., i, j]
         W_F1, W_F2, B_F2 = (w.detach().to(dtype) for w in (layer.W_F1, layer.W_F2, layer.B_F2))
-        n_inp = phi.new_tensor(x.shape[-2]) if masks.input_mask is None else masks.input_mask.sum(-1)
+        n_inp = torch.tensor(x.shape[-2]) if masks.input_mask is None else masks.input_mask.sum(-1)  # [...]
+        (n_inp,) = total(layer.group, n_inp.to(x.device).expand(x.shape[:-2]))  # [...]
         sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()[..., None, None]  # [..., 1, 1]
 
     N, paired = Gates(), _in_some_pair(masks)
 
     def affine(x: Tensor, unit: Tensor | None) -> Tensor:
-        y = phi.mT @ used(x, paired).to(dtype) / sqrt_n_inp  # [..., j, d]
+        y = phi.mT @ used(x, paired).to(dtype)  # [..., j, d]
         s = phi.sum(-2) if unit is None else (phi * unit.to(dtype)[..., None]).sum(-2)  # [..., j]
-        x_out = (W_F1 * y) @ W_F2 + s[..., None] * B_F2  # [..., j, h]
+        y, s = total(layer.group, y, s)  # [..., j, d], [..., j]
+        x_out = (W_F1 * y / sqrt_n_inp) @ W_F2 + s[..., None] * B_F2  # [..., j, h]
         return (N.run(normalize, x_out) if layer.normalize else x_out).to(x.dtype)  # [..., j, h]
 
     return with_value(value, affine(x, masks.unit)), affine

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from vecroute.credit import Credit
 from vecroute.factors import Block, Blocks, Diagonal, Factor, Matrix, Product
@@ -21,6 +22,7 @@ from vecroute.masks import (
     masks_of,
     used,
 )
+from vecroute.ops.group import announced, sum_gradients
 from vecroute.probe import check_independent
 
 # How a network runs one of its parts: (part, x_inp, masks) -> (x_out, factor of the credit or None).
@@ -42,11 +44,12 @@ class Network(nn.Module):
         self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None, *, is_part: bool = False
     ) -> Tensor:
         """Run the network; ``is_part`` if what comes after it may take the pair_mask that it does not."""
-        masks = masks_of(x_inp, input_mask, pair_mask)
-        x_out = self.run(x_inp, masks, _forward)[0]  # [..., j, h]
-        if not is_part:
-            check_pair_mask(self, masks)
-        return x_out
+        with announced("" if is_part else checked_group_of(self)):
+            masks = masks_of(x_inp, input_mask, pair_mask)
+            x_out = self.run(x_inp, masks, _forward)[0]  # [..., j, h]
+            if not is_part:
+                check_pair_mask(self, masks)
+            return x_out
 
     def route(self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None) -> Routed:
         """Like ``forward``, and the end-to-end ``Credit`` [..., i, j] of every input for every output.
@@ -55,13 +58,14 @@ class Network(nn.Module):
             TypeError: a part is neither a routing nor a composition.
             ValueError: a part mixes vectors by other means than a routing.
         """
-        check_network(self)
-        check_not_nested(x_inp)
-        masks = masks_of(x_inp, input_mask, pair_mask)
-        x_out, factor = self.run(x_inp, masks, _route)
-        check_pair_mask(self, masks)
-        assert factor is not None  # every visit of a route gives one
-        return Routed(x_out, Credit(factor, joined_input_mask(masks)))
+        with announced(checked_group_of(self)):
+            check_network(self)
+            check_not_nested(x_inp)
+            masks = masks_of(x_inp, input_mask, pair_mask)
+            x_out, factor = self.run(x_inp, masks, _route)
+            check_pair_mask(self, masks)
+            assert factor is not None  # every visit of a route gives one
+            return Routed(x_out, Credit(factor, joined_input_mask(masks), group_of(self)))
 
 
 class PerVector(Network):
@@ -80,23 +84,31 @@ class PerVector(Network):
             raise TypeError(f"module must be a module or function, got {type(module).__name__}")
         self.module = module
         self.probed: set = set()
+        self.group = ""  # set by ``distributed.shard_inputs``: the ranks that hold the inputs, each some
 
     def forward(
         self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None, *, is_part: bool = False
     ) -> Tensor:
         check_one_tensor(self, x_inp)
         masks = masks_of(x_inp, input_mask, pair_mask)
-        if not x_inp.is_nested and x_inp.shape[-2] == 0:
+        if not x_inp.is_nested and x_inp.shape[-2] == 0 and not self.group:
             raise ValueError(f"x_inp must have at least one vector, got {list(x_inp.shape)}")
         if not is_part:
             check_pair_mask(self, masks)
         input_mask = masks.input_mask  # [..., i]
-        x_out = self.module(used(x_inp, input_mask))  # [..., i, h]
+        x_out = self._call(used(x_inp, input_mask))  # [..., i, h]
         if not isinstance(x_out, Tensor) or x_out.shape[:-1] != x_inp.shape[:-1]:
             expected = [*x_inp.shape[:-1], "d_out"]
             came = list(x_out.shape) if isinstance(x_out, Tensor) else type(x_out).__name__
             raise ValueError(f"{module_name(self)} must return one vector for each, {expected}, got {came}")
         return x_out
+
+    def _call(self, x: Tensor) -> Tensor:
+        if not self.group or not isinstance(self.module, nn.Module):
+            return self.module(x)  # [..., i, h]
+        parameters = dict(self.module.named_parameters())
+        shared = sum_gradients(self.group, *parameters.values())
+        return functional_call(self.module, dict(zip(parameters, shared, strict=True)), (x,))  # [..., i, h]
 
     def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
         check_one_tensor(self, x)
@@ -236,6 +248,19 @@ class Concat(Network):
 def after(module: nn.Module, masks: Any) -> Masks:
     """What is known of the vectors that come out of a part; nothing is masked after a routing."""
     return module.after(masks) if isinstance(module, Network) else Masks(getattr(module, "n_out", None))
+
+
+def group_of(network: nn.Module) -> str:
+    """The group of ranks over which the inputs of a network are sharded, "" if they are not."""
+    return next(
+        (part.group for part in network.modules() if isinstance(part, VectorRouting) and part.group), ""
+    )
+
+
+def checked_group_of(network: nn.Module) -> str:
+    """The same, "" also if its ranks do not check what they have alike."""
+    checked = all(part.check_ranks for part in network.modules() if isinstance(part, VectorRouting))
+    return group_of(network) if checked else ""
 
 
 def check_network(network: nn.Module, name: str = "network") -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.affine import Affine, hold
-from vecroute.compose import Network, PerVector, check_network, check_pair_mask
+from vecroute.compose import Network, PerVector, check_network, check_pair_mask, group_of
 from vecroute.credit import as_int, check_batch, check_groups, to_numpy
 from vecroute.masks import Masks, check_not_nested, leaves, masks_of, used
 from vecroute.ops.checks import check_choice
+from vecroute.ops.group import total
 from vecroute.storage import load_tensors, require, save_tensors
 
 
@@ -131,13 +132,18 @@ def contributions(
         held = iter(parts)
         x_out = _run(network, zeros, at_zero, lambda _, t, m: next(held)(t, m.unit))  # [..., j, h]
         base, target = _select(x_out, output, margin), target.detach()  # [...] each
-        return Contributions(values, base, target, completeness_error(values, base, target))
+        error = completeness_error(values, base, target, group_of(network))  # [...]
+        return Contributions(values, base, target, error)
 
 
-def completeness_error(values: Tensor, base: Tensor, output: Tensor) -> Tensor:
-    """|sum_i values + base - output| / (sum_i |values| + |base|), [...]; 0 where nothing is missing."""
-    error = (values.sum(-1) + base - output).abs()  # [...]
-    scale = values.abs().sum(-1) + base.abs()  # [...]
+def completeness_error(values: Tensor, base: Tensor, output: Tensor, group: str = "") -> Tensor:
+    """|sum_i values + base - output| / (sum_i |values| + |base|), [...]; 0 where nothing is missing.
+
+    The sums are over the inputs of every rank of the group, if there is one.
+    """
+    sums, magnitudes = total(group, values.sum(-1), values.abs().sum(-1))  # [...] each
+    error = (sums + base - output).abs()  # [...]
+    scale = magnitudes + base.abs()  # [...]
     return torch.where(error == 0, 0.0, error / scale)  # [...]
 
 

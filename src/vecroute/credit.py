@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vecroute.factors import Factor, Matrix, divided, pack, unpack
 from vecroute.ops.checks import check_float_tensor, check_mask, check_size
+from vecroute.ops.group import all_reduce, total
 from vecroute.storage import load_tensors, require, save_tensors
 
 # How many elements of a credit are written out at a time where all of them are needed but none is kept.
@@ -33,15 +34,16 @@ class Credit:
     Args:
         phi: [..., i, j] the credit of one layer, or a factor of credit.
         input_mask: [..., i] True at the used inputs, None if all are. The others must have credit 0.
+        group: name of the group of ranks that hold the inputs, each the credit of its own; "" for none.
     """
 
-    def __init__(self, phi: Tensor | Factor, input_mask: Tensor | None = None):
+    def __init__(self, phi: Tensor | Factor, input_mask: Tensor | None = None, group: str = ""):
         if not isinstance(phi, Factor):
             phi = Matrix(check_float_tensor("phi", phi, "[..., n_inp, n_out]", None))
         if len(phi.shape) < 2:
             raise ValueError(f"phi must be [..., n_inp, n_out], got {list(phi.shape)}")
         like = phi.like.new_empty(()).expand(phi.shape)  # [..., i, j]
-        self.factor = phi
+        self.factor, self.group = phi, group
         self.input_mask = check_mask("input_mask", input_mask, like, sizes={"n_inp": phi.shape[-2]})
 
     @property
@@ -88,7 +90,7 @@ class Credit:
         if self.input_mask is not None:
             counts = Matrix(self.input_mask[..., None].to(index.dtype)).group(index, n).dense()  # [..., n, 1]
             input_mask = counts[..., 0] > 0  # [..., n]
-        return Credit(self.factor.group(index, n), input_mask)
+        return Credit(self.factor.group(index, n), input_mask, self.group)
 
     def unit_variance(self) -> "Credit":
         """Credit divided by its standard deviation over the used inputs and all outputs of the same sample.
@@ -102,23 +104,29 @@ class Credit:
         )  # [..., i, 1]
         if self.input_mask is not None:
             used = used * self.input_mask[..., None]  # [..., i, 1]
-        n_pairs = used.sum((-2, -1), keepdim=True).clamp(min=1) * n_out  # [..., 1, 1]
+        (n_used,) = total(self.group, used.sum((-2, -1), keepdim=True))  # [..., 1, 1]
+        n_pairs = n_used.clamp(min=1) * n_out  # [..., 1, 1]
         width = max(1, BUDGET // max(1, self.shape[:-1].numel()))
         starts = range(0, n_out, width)
 
         def columns(j: int) -> Tensor:
             return self._columns(j, min(width, n_out - j)).double() * used  # [..., i, width]
 
-        peak = torch.stack([columns(j).detach().abs().amax((-2, -1), keepdim=True) for j in starts]).amax(0)
+        peak = torch.stack([greatest(columns(j)) for j in starts]).amax(0)  # [..., 1, 1]
+        if self.group:
+            all_reduce(self.group, peak, torch.distributed.ReduceOp.MAX)
         peak = peak.where(peak > 0, 1.0)  # [..., 1, 1], so that no square is too large or too small
-        mean = sum((columns(j) / peak).sum((-2, -1), keepdim=True) for j in starts) / n_pairs  # [..., 1, 1]
+        sums = torch.zeros_like(peak)  # [..., 1, 1]
+        for j in starts:
+            sums = sums + (columns(j) / peak).sum((-2, -1), keepdim=True)
+        mean = total(self.group, sums)[0] / n_pairs  # [..., 1, 1]
         squares = torch.zeros_like(mean)  # [..., 1, 1]
         for j in starts:
             squares = squares + ((columns(j) / peak - mean).square() * used).sum((-2, -1), keepdim=True)
-        variance = squares / n_pairs  # [..., 1, 1]
+        variance = total(self.group, squares)[0] / n_pairs  # [..., 1, 1]
         varies = variance > (4 * torch.finfo(like.dtype).eps * mean).square()  # [..., 1, 1]
         std = torch.where(varies, peak, 1.0) * variance.where(varies, 1.0).sqrt()  # [..., 1, 1]
-        return Credit(divided(self.factor, std), self.input_mask)
+        return Credit(divided(self.factor, std), self.input_mask, self.group)
 
     def __getitem__(self, index: Any) -> "Credit":
         """The credit of some samples: ``credit[b]``, ``credit[2:5]``, ``credit[b, c]``."""
@@ -131,16 +139,16 @@ class Credit:
         def pick(tensor: Tensor, k: int) -> Tensor:
             return tensor.expand(*batch, *tensor.shape[tensor.dim() - k :])[parts]
 
-        return Credit(self.factor.map(pick), None if mask is None else pick(mask, 1))
+        return Credit(self.factor.map(pick), None if mask is None else pick(mask, 1), self.group)
 
     def detach(self) -> "Credit":
         """The same credit without a graph."""
-        return Credit(self.factor.map(lambda tensor, _: tensor.detach()), self.input_mask)
+        return Credit(self.factor.map(lambda tensor, _: tensor.detach()), self.input_mask, self.group)
 
     def cpu(self) -> "Credit":
         """The same credit in the memory of the CPU."""
         mask = None if self.input_mask is None else self.input_mask.cpu()
-        return Credit(self.factor.map(lambda tensor, _: tensor.cpu()), mask)
+        return Credit(self.factor.map(lambda tensor, _: tensor.cpu()), mask, self.group)
 
     def to_numpy(self):
         """Every element as an array [..., i, j]."""
@@ -178,6 +186,13 @@ class Credit:
         one_hot = torch.zeros(self.shape[-1], n, dtype=like.dtype, device=like.device)  # [j, n]
         one_hot[j : j + n] = torch.eye(n, dtype=like.dtype, device=like.device)
         return self.factor.right(one_hot).expand(*self.shape[:-1], n)  # [..., i, n]
+
+
+def greatest(columns: Tensor) -> Tensor:
+    """The greatest absolute value of each sample, [..., 1, 1], 0 where there is none."""
+    if not columns.numel():
+        return columns.new_zeros(*columns.shape[:-2], 1, 1)
+    return columns.detach().abs().amax((-2, -1), keepdim=True)  # [..., 1, 1]
 
 
 def check_groups(index: object, n: int | None, n_inp: int) -> tuple[Tensor, int]:

@@ -25,7 +25,7 @@ def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, 
         x: [..., i, d] tells the number, size, dtype and device of the vectors.
         probed: where to remember that the module passed.
     """
-    if x.shape[:-1].numel() == 1 or _key("independent", module, x) in probed:
+    if x.shape[:-1].numel() <= 1 or _key("independent", module, x) in probed:
         return
     with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
         vectors = _vectors(module, x)  # [..., n, d]
@@ -49,7 +49,7 @@ def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probe
 
     Probed with noise added to the parameters, so that zeros among them hide nothing. Arguments as above.
     """
-    if _key("affine", module, x) in probed:
+    if not x.shape[:-1].numel() or _key("affine", module, x) in probed:
         return
     gates = Gates()
     noise = _noise(module, x)

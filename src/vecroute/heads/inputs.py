@@ -33,7 +33,13 @@ class GatedMLP(nn.Module):
 
 
 def check_hidden_states(
-    hidden_states: Tensor, input_mask: Tensor | None, *, depth: int, d_emb: int, like: Tensor
+    hidden_states: Tensor,
+    input_mask: Tensor | None,
+    *,
+    depth: int,
+    d_emb: int,
+    like: Tensor,
+    may_be_empty: bool = False,
 ) -> Tensor | None:
     """The mask as [..., n_pos, depth] booleans, or None; raise unless both have the shapes of a head.
 
@@ -42,13 +48,14 @@ def check_hidden_states(
         input_mask: [..., n_pos] or [..., n_pos, depth], True (or 1) means *use*.
         depth, d_emb: of the head.
         like: a parameter, whose dtype and device the hidden states must have.
+        may_be_empty: whether no position at all will do.
     """
     expected = f"[..., n_pos, depth={depth}, d_emb={d_emb}]"
     check_float_tensor("hidden_states", hidden_states, expected, like)
     shape = list(hidden_states.shape)
     if len(shape) < 3 or shape[-2:] != [depth, d_emb]:
         raise ValueError(f"hidden_states must be {expected}, got {shape}")
-    if shape[-3] == 0:
+    if shape[-3] == 0 and not may_be_empty:
         raise ValueError(f"hidden_states must be {expected} with at least one vector, got {shape}")
     if isinstance(input_mask, Tensor):
         if input_mask.shape == hidden_states.shape[:-2]:

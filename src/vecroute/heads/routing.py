@@ -1,14 +1,16 @@
 """RoutingHead: hidden states to class scores by routings, with credit for each of them."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vecroute.compose import PerVector, Sequential, Sum
+from vecroute.compose import PerVector, Sequential, Sum, checked_group_of, group_of
 from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops.checks import check_size
+from vecroute.ops.group import announced
 
 
 class RoutingHead(nn.Module):
@@ -101,10 +103,12 @@ class RoutingHead(nn.Module):
         self, hidden_states: Tensor, input_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """What the network takes: x_inp [..., i, d], i = position * depth + level, and its mask [..., i]."""
-        like = next(self.parameters())
-        input_mask = check_hidden_states(
-            hidden_states, input_mask, depth=self.depth, d_emb=self.d_emb, like=like
-        )  # [..., n_pos, depth]
+        sizes = {"depth": self.depth, "d_emb": self.d_emb}
+        like, sharded = next(self.parameters()), group_of(self.network) != ""
+        with announced(checked_group_of(self.network)):
+            input_mask = check_hidden_states(
+                hidden_states, input_mask, **sizes, like=like, may_be_empty=sharded
+            )  # [..., n_pos, depth]
         x_inp = hidden_states.flatten(-3, -2)  # [..., i, d]
         return x_inp, None if input_mask is None else input_mask.flatten(-2)  # [..., i]
 
@@ -144,9 +148,9 @@ def compact(x_inp: Tensor, input_mask: Tensor) -> tuple[Tensor, Tensor]:
         [..., k, d] and [..., k], the used inputs first.
     """
     *batch, n_inp, d = x_inp.shape
-    used = input_mask.reshape(-1, n_inp)  # [b, i]
+    used = input_mask.reshape(math.prod(batch), n_inp)  # [b, i]
     n_used = used.sum(-1)  # [b]
-    k = max(int(n_used.max()), 1)
+    k = min(max(int(n_used.max()), 1), n_inp)
     order = used.byte().argsort(dim=-1, descending=True, stable=True)[:, :k]  # [b, k]
     rows = order + torch.arange(len(used), device=used.device)[:, None] * n_inp  # [b, k]
     mask = torch.arange(k, device=used.device) < n_used[:, None]  # [b, k]

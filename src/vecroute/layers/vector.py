@@ -12,6 +12,7 @@ from vecroute import ops
 from vecroute.layers.common import ANY_LENGTH, Routed, reset_betas
 from vecroute.ops.checks import check_choice, check_masks, check_size, check_vectors
 from vecroute.ops.common import Iteration, Weights, normalize
+from vecroute.ops.group import local_rows, local_weights, together
 from vecroute.ops.reference import route_reference
 
 
@@ -64,6 +65,8 @@ class VectorRouting(nn.Module):
         self.n_iters, self.normalize, self.implementation = n_iters, normalize, implementation
         self.prior = 1 / n_out
         self.tuning = ops.Tuning()
+        # Set by ``distributed.shard_inputs``: the ranks that hold the inputs, each some; whether they check.
+        self.group, self.check_ranks = "", True
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -104,7 +107,8 @@ class VectorRouting(nn.Module):
 
     def weights(self) -> Weights:
         """The parameters, as the ops take them."""
-        return Weights._make(getattr(self, name, None) for name in Weights._fields)
+        weights = Weights._make(getattr(self, name, None) for name in Weights._fields)
+        return local_weights(self.group, weights) if self.group else weights
 
     def forward(
         self,
@@ -139,10 +143,6 @@ class VectorRouting(nn.Module):
         """
         x_inp, cu_seqlens, nested = unpack_nested(x_inp, cu_seqlens)
         columns = self._check_outputs(outputs)
-        if phi_out is not None:
-            packed = cu_seqlens is not None
-            check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2, may_be_empty=packed)
-            check_phi_out(phi_out, [*x_inp.shape[:-1], self.n_out if columns is None else len(columns)])
         x_out, phi = self._route(
             x_inp,
             input_mask,
@@ -158,11 +158,7 @@ class VectorRouting(nn.Module):
 
     def _route(self, x_inp, input_mask, pair_mask, *, cu_seqlens, **phi_options):
         """x_out [..., j, h] and phi [..., i, j], None if not asked for."""
-        packed = cu_seqlens is not None
-        check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2, may_be_empty=packed)
-        masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
-        if packed:
-            cu_seqlens = self._check_packed(x_inp, cu_seqlens, *masks)
+        cu_seqlens, masks = self._check(x_inp, input_mask, pair_mask, cu_seqlens, **phi_options)
         x_out, phi = ops.route(
             x_inp,
             self.weights(),
@@ -172,11 +168,36 @@ class VectorRouting(nn.Module):
             implementation=self.implementation,
             tuning=self.tuning,
             cu_seqlens=cu_seqlens,
+            group=self.group,
             **phi_options,
         )
         if self.normalize:
             x_out = normalize(x_out)  # [..., j, h]
         return x_out.to(x_inp.dtype), phi
+
+    def _check(
+        self, x_inp, input_mask, pair_mask, cu_seqlens, *, need_phi=False, outputs=None, phi_out=None
+    ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
+        """cu_seqlens and both masks, checked; where inputs are sharded, on all ranks or none."""
+        with together(self.group, self.check_ranks) as alike:
+            n_inp = None if self.n_inp is None else local_rows(self.W_A).shape[0]
+            may_be_empty = cu_seqlens is not None or bool(self.group)
+            check_vectors("x_inp", x_inp, n=n_inp, d=self.d_inp, like=self.W_F2, may_be_empty=may_be_empty)
+            masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
+            if cu_seqlens is not None:
+                cu_seqlens = self._check_packed(x_inp, cu_seqlens, *masks)
+            if phi_out is not None:
+                check_phi_out(phi_out, [*x_inp.shape[:-1], self.n_out if outputs is None else len(outputs)])
+            if self.group and self.check_ranks:
+                needs_grad = any(t.requires_grad for t in (x_inp, *self.parameters()))
+                alike |= {
+                    "the batch": list(x_inp.shape[:-2]) if cu_seqlens is None else [len(cu_seqlens) - 1],
+                    "d_inp, n_out, d_out": [self.d_inp, self.n_out, self.d_out],
+                    "dtype": x_inp.dtype,
+                    "n_iters": self.n_iters,
+                    "whether there is a gradient": needs_grad and torch.is_grad_enabled(),
+                }
+        return cu_seqlens, masks
 
     def _check_outputs(self, outputs: Sequence[int] | None) -> list[int] | None:
         """The columns asked for, None for all."""
@@ -219,6 +240,8 @@ class VectorRouting(nn.Module):
         self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
     ) -> list[Iteration]:
         """Every quantity of every iteration, by the reference; x_out is not normalised, x_inp not packed."""
+        if self.group:
+            raise ValueError("trace needs all inputs, but those of this layer are sharded over ranks")
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
         masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
         iterations: list[Iteration] = []

@@ -84,25 +84,24 @@ def total(group: str, *sums: Tensor) -> tuple[Tensor, ...]:
     return _Total.apply(group, *sums) if group else sums
 
 
+def local_rows(parameter: Tensor) -> Tensor:
+    """The rows of a parameter that are on this rank: all of them, unless it is sharded."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
 def local_weights(group: str, w: Weights) -> Weights:
     """The parameters as a rank uses them on its own inputs: of those with an i its own rows."""
     if w.W_use is None:
-        rows = {
-            name: t.to_local() if hasattr(t, "to_local") else t
-            for name, t in w._asdict().items()
-            if t is not None
-        }
-        return w._replace(**rows)
+        return Weights._make(None if t is None else local_rows(t) for t in w)
     shared = sum_gradients(group, *(getattr(w, name) for name in MEET_INPUTS))
     return w._replace(**dict(zip(MEET_INPUTS, shared, strict=True)))
 
 
 @contextmanager
-def together(group: str, device: torch.device, check: bool = True) -> Iterator[dict[str, Any]]:
+def together(group: str, check: bool = True) -> Iterator[dict[str, Any]]:
     """What is raised inside on one rank is raised on all; so is a difference in what goes into the dict.
 
-    Without it the others would wait for a rank that is gone. It costs one message of 24 bytes, for which the
-    CPU waits.
+    Without it the others would wait for a rank that is gone. It costs one message of 24 bytes.
     """
     alike: dict[str, Any] = {}
     failure: Exception | None = None
@@ -113,29 +112,45 @@ def together(group: str, device: torch.device, check: bool = True) -> Iterator[d
         yield alike
     except Exception as error:
         failure = error
-    digest = zlib.crc32(repr(alike).encode())
+    _exchange(group, alike, failure)
+
+
+@contextmanager
+def announced(group: str) -> Iterator[None]:
+    """What is raised inside on one rank, the others are told in the ``together`` that they come to next."""
+    try:
+        yield
+    except Exception as error:
+        if group and not getattr(error, "is_told", False):
+            _exchange(group, {}, error)
+        raise
+
+
+def _exchange(group: str, alike: dict[str, Any], failure: Exception | None) -> None:
+    """Raise on every rank if one of them failed, or has something that is not alike."""
+    process_group, digest = resolve(group), zlib.crc32(repr(alike).encode())
+    # On the CPU where the group can, so that a GPU does not have to wait.
+    device = "cpu" if "cpu:" in dist.get_backend_config(process_group) else "cuda"
     message = torch.tensor([failure is not None, digest, -digest], device=device)  # [3]
     failed, most, least = all_reduce(group, message, dist.ReduceOp.MAX).tolist()
     if not failed and most == -least:
         return
-    process_group = resolve(group)
     told: list[Any] = [None] * process_group.size()
     own = f"{type(failure).__name__}: {failure}" if failure else ""
-    dist.all_gather_object(told, (own, dict(alike)), group=process_group)
-    if failure is not None:
-        raise failure
-    raise ValueError(difference(told))
+    dist.all_gather_object(told, (own, {name: str(value) for name, value in alike.items()}), process_group)
+    error = failure or ValueError(_difference(told))
+    error.is_told = True  # type: ignore[attr-defined]
+    raise error
 
 
-def difference(told: list[tuple[str, dict[str, Any]]]) -> str:
-    """The errors of the other ranks, else what they do not have alike."""
+def _difference(told: list[tuple[str, dict[str, str]]]) -> str:
+    """The errors of the ranks that had one, else what they do not have alike."""
     errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(told) if error]
     if errors:
         return f"another rank failed: {'; '.join(errors)}"
-    names = dict.fromkeys(name for _, alike in told for name in alike)
-    for name in names:
+    for name in told[0][1]:
         values = [alike.get(name) for _, alike in told]
-        if any(value != values[0] for value in values):
+        if len(set(values)) > 1:
             each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             return f"{name} must be the same on every rank, got {each}"
-    return "ranks disagree"
+    return "the ranks are not at the same place"

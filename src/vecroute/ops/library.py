@@ -196,7 +196,7 @@ def route_streamed(
     rounded, dtype = product_dtype(x_inp), compute_dtype(x_inp.dtype)
     use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
     if use is not None:
-        use = use.expand(*batch, *use.shape[-2:]).reshape(-1, *use.shape[-2:])  # [b, i, j or 1]
+        use = use.expand(*batch, *use.shape[-2:]).reshape(math.prod(batch), *use.shape[-2:])  # [b, i, j or 1]
     if cu_seqlens is not None:
         n_inp = cu_seqlens.diff()[:, None]  # [b, 1]
     elif input_mask is not None:
