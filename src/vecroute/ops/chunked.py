@@ -29,7 +29,7 @@ def coefficients_backward(
     """Turn pairs [b, i, 2 j], grad_phi and the scores, into phi and the gradient of the scores, in place.
 
     In the first iteration pairs has grad_phi alone, [b, i, j]. Fills grad_c, or of a fixed length adds to the
-    gradients of the betas, and adds to grad_f [b, i] and to the gradients of W_S and B_S.
+    gradients of the betas, W_S and B_S; and adds to grad_f [b, i].
     """
     n_out, f = p.n_out, f[..., None]  # [b, i, 1]
     dot = pairs[..., n_out:] if pairs.shape[-1] > n_out else None  # [b, i, j]
@@ -84,9 +84,8 @@ def unscaled(p: Problem, chunk: Chunk, c: Tensor, dot):
 
 
 def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, grads, fresh) -> Tensor:
-    """Gradient of x_inp x_hat from that of z, [b, i, j]; adds to those of W_S and B_S."""
+    """Gradient of x_inp x_hat from that of z, [b, i, j]; of a fixed length adds to those of W_S and B_S."""
     if p.variable:
-        grads.add("B_S", grad_z.sum((0, 1))[None])  # [1, j]
         return grad_z
     fresh &= chunk.samples.start == 0
     add(grads["B_S"][chunk.rows], grad_z.sum(0), fresh)  # [i, j]

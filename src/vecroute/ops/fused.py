@@ -13,7 +13,7 @@ from torch import Tensor
 from vecroute.ops.fused_product import rows_times
 from vecroute.ops.passes import Chunk, use_of
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import accumulate, add, has_kernel, sum_over_inputs
+from vecroute.ops.products import accumulate, add, has_kernel
 
 
 @triton.jit
@@ -337,8 +337,6 @@ def coefficients_backward(
     if c is None and b > 1:
         for name, part in zip(names, of_pairs, strict=True):
             add(grads[name][chunk.rows], part.sum(0), fresh)  # [i, j]
-    if c is not None and not first:
-        grads.add("B_S", sum_over_inputs(pairs[..., n_out:]).sum(0, keepdim=True))  # [1, j]
 
 
 def activations(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:

@@ -13,10 +13,18 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import accumulate, accumulate_sums, add, operand_dtype, product, sum_over_inputs
+from vecroute.ops.products import (
+    accumulate,
+    accumulate_sum,
+    accumulate_sums,
+    linear,
+    operand_dtype,
+    product,
+)
 
 
 class Chunk(NamedTuple):
@@ -87,7 +95,7 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         phi = p.pairs.coefficients(p, chunk, c, dot, f_a_inp[chunk.batch, chunk.rows])  # [b, i, j]
         fresh = p.offsets is None and chunk.rows.start == 0
         accumulate_sums(p, y[chunk.samples], phi.mT, x, fresh)  # [b, j, d]
-        add(s[chunk.samples], sum_over_inputs(phi), fresh)  # [b, j]
+        accumulate_sum(p, s[chunk.samples], phi, fresh)  # [b, j]
         if phi_out is not None:
             phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
@@ -134,6 +142,7 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
     M = torch.cat((both, columns.rows.expand(len(both), -1, -1)), 1) if p.variable else both  # [b, q, d]
     all_M = torch.cat((*into.M, M), 1) if into.M and first else M  # [b, w + q, d]
     grad_M = torch.zeros_like(M[:, n_out:])  # [b, q - j, d]
+    sums = grad_M.new_zeros(grad_M.shape[:2])  # [b, q - j]
     for chunk in chunks(p):
         at = chunk.batch, chunk.rows
         x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
@@ -144,9 +153,12 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
         p.pairs.coefficients_backward(
             p, chunk, c, pairs[..., :n_both], grad_c, f, grad_s[chunk.samples], grad_f[at], grads, fresh
         )  # pairs is now phi and the gradient of the scores and of c
-        grad_a = grad_f[at] * f * (1 - f) if first else None  # [b, i]
+        grad_a: Any = torch.ops.aten.sigmoid_backward(grad_f[at], f) if first else None  # [b, i]
         if p.variable:
-            columns.add(pairs[..., n_both:], grad_c, grad_a, chunk, grads)
+            if first:
+                pairs[..., n_both + c.shape[-1] + 1 :] = 0
+                torch.div(grad_a, p.sqrt_n_inp[chunk.samples], out=pairs[..., n_both + c.shape[-1]])  # [b, i]
+            accumulate_sum(p, sums[chunk.samples], pairs[..., n_out:])
         if grad_M.shape[1]:
             accumulate_sums(p, grad_M[chunk.samples], pairs[..., n_out:].mT, x)  # [b, q - j, d]
         if first and not p.variable:
@@ -157,11 +169,12 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
         into.M.append(M)
     else:
         into.fresh = False
-    columns.finish(grad_M[:, n_both - n_out :].sum(0), grads)
+    columns.finish(grad_M[:, n_both - n_out :].sum(0), sums[:, n_both - n_out :], grads)
     grad_x_hat_S = grad_M[:, : n_both - n_out]  # [b, j, d]
     if first or not p.variable:
         return grad_x_hat_S
     grads.add("W_S", (grad_x_hat_S * x_hat).sum((0, 2))[None])  # [1, j]
+    grads.add("B_S", sums[:, :n_out].sum(0, keepdim=True))  # [1, j]
     return grad_x_hat_S * p.w.W_S.mT  # [b, j, d]
 
 
@@ -203,11 +216,12 @@ class Columns:
             return
         W, B = p.beta_columns  # [d, 2 j], [2 j]
         W_c, B_c = (self._flatten(W), self._flatten(B)) if self.flat else (W, B)  # [d, 2 j or j], [2 j or j]
-        self.grad_B = torch.zeros_like(B_c)  # [2 j or j]
         # While c is kept it is computed whole; its gradient needs the flat combination alone.
         self.W, self.B = (W, B) if self.filling else (W_c, B_c)
+        self.n_c = len(self.B), len(B_c)
         if first:
             self.W, W_c = (torch.cat((t, self._activation_columns(t)), 1) for t in (self.W, W_c))
+            self.B = nnf.pad(self.B, (0, self.W.shape[1] - len(self.B)))  # [2 j or j, and 0 for a_inp]
         self.rows = W_c.mT[None]  # [1, q, d]
 
     def _flatten(self, c: Tensor) -> Tensor:
@@ -221,40 +235,33 @@ class Columns:
 
     def __call__(self, x: Tensor, chunk: Chunk):
         """c of a chunk, [b, i, 2 j or j], and in the first forward pass a_inp [b, i]; None if fixed."""
-        p, at, k = self.p, (chunk.batch, chunk.rows), len(self.B) if self.p.variable else 0
+        p, at = self.p, (chunk.batch, chunk.rows)
         if not p.variable:
             return None, None
         if self.kept is not None and not self.filling:
             c = self.kept[at]  # [b, i, 2 j]
             return self._flatten(c) if self.flat else c, None
-        columns = product(p, x, self.W)  # [b, i, 2 j or j, and the activations]
-        c = columns[..., :k].add_(self.B)  # [b, i, 2 j or j]
-        a_inp = columns[..., k] / p.sqrt_n_inp[chunk.samples] + p.w.B_A if self.first else None  # [b, i]
+        columns, k = linear(p, x, self.W, self.B), self.n_c[0]  # [b, i, 2 j or j, and the activations]
+        c, a_inp = columns[..., :k], None  # [b, i, 2 j or j]
+        if self.first:
+            a_inp = torch.addcdiv(p.w.B_A.to(p.dtype), columns[..., k], p.sqrt_n_inp[chunk.samples])  # [b, i]
         if self.filling:
             self.kept[at] = c
             c = self._flatten(c) if self.flat else c
         return c, a_inp
 
-    def add(self, grad: Tensor, grad_c: Tensor, grad_a, chunk: Chunk, grads) -> None:
-        """Take the gradient of the columns of a chunk, [b, i, q], of which c is filled and a_inp is not."""
-        self.grad_B += sum_over_inputs(grad_c).sum(0)  # [2 j or j]
-        if self.first:
-            k = grad_c.shape[-1]
-            grad[..., k + 1 :] = 0
-            grad[..., k] = grad_a / self.p.sqrt_n_inp[chunk.samples]
-            grads.add("B_A", grad_a.sum()[None])  # [1]
-
-    def finish(self, grad_rows: Tensor, grads) -> None:
-        """Hand over the gradients: grad_rows [q, d] and, summed over the chunks, grad_B."""
+    def finish(self, grad_rows: Tensor, grad_B: Tensor, grads) -> None:
+        """Hand over the gradients of the columns: grad_rows [q, d], and summed over inputs, grad_B [b, q]."""
         if not self.p.variable:
             return
-        k = len(self.grad_B)
-        for name, grad in (("W", grad_rows[:k].mT), ("B", self.grad_B)):
+        k = self.n_c[1]
+        for name, grad in (("W", grad_rows[:k].mT), ("B", grad_B[:, :k].sum(0))):
             grad_use, grad_ign = split_betas(self.p, grad, self.flat)
             grads.add(f"{name}_use", grad_use)
             grads.add(f"{name}_ign", grad_ign)
         if self.first:
             grads.add("W_A", grad_rows[None, k].clone())  # [1, d]
+            grads.add("B_A", (grad_B[:, k, None] * self.p.sqrt_n_inp).sum(0))  # [1]
 
 
 def split_betas(p: Problem, grad_c: Tensor, flat: bool) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,11 @@ class Problem:
         """cu_seqlens on the host."""
         return None if self.cu_seqlens is None else self.cu_seqlens.tolist()
 
+    @cached_property
+    def ones(self) -> Tensor:
+        """[i]"""
+        return self.x_inp.new_ones(self.x_inp.shape[1], dtype=self.dtype)
+
     @property
     def variable(self) -> bool:
         return self.w.W_use is not None

@@ -18,11 +18,9 @@ def operand_dtype(p: Problem) -> torch.dtype:
 
 
 def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Batched a @ b in p.dtype, its operands rounded where that is faster; b may be shared, [d, j]."""
+    """Batched a @ b in p.dtype, its operands rounded where that is faster."""
     rounded = operand_dtype(p)
     a, b = a.to(rounded), b.to(rounded)
-    if b.dim() == 2:
-        return product(p, a.reshape(1, -1, a.shape[-1]), b[None]).view(*a.shape[:-1], b.shape[-1])
     if has_kernel(p, a, *([] if out is None else [out])):
         out = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out  # [b, i, j]
         return multiply_rows(out, a, b, fresh=True)
@@ -30,6 +28,16 @@ def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tens
         return torch.bmm(a, b, out=out)
     result = torch.bmm(a, b, out_dtype=p.dtype) if a.is_cuda else torch.bmm(a, b).to(p.dtype)
     return result if out is None else out.copy_(result)
+
+
+def linear(p: Problem, x: Tensor, W: Tensor, B: Tensor) -> Tensor:
+    """x W + B in p.dtype, for x [b, i, d], W [d, q] and B [q] -> [b, i, q]."""
+    rows = x.reshape(-1, x.shape[-1])  # [b i, d]
+    if rows.dtype == p.dtype and not has_kernel(p, rows):
+        y = torch.addmm(B, rows, W)  # [b i, q]
+    else:
+        y = product(p, rows[None], W[None])[0].add_(B)  # [b i, q]
+    return y.view(*x.shape[:-1], -1)  # [b, i, q]
 
 
 def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
@@ -56,11 +64,14 @@ def add(out: Tensor, value: Tensor, fresh: bool) -> None:
         out += value
 
 
-def sum_over_inputs(values: Tensor) -> Tensor:
-    """[b, i, k] -> [b, k]; a long sum on a GPU as a product with ones, which is twice as fast."""
-    if values.is_cuda and len(values) == 1 and values.shape[1] >= 2**15:
-        return torch.mv(values[0].mT, values.new_ones(values.shape[1]))[None]
-    return values.sum(1)
+def accumulate_sum(p: Problem, out: Tensor, values: Tensor, fresh: bool = False) -> None:
+    """out [b, k] += the sum over i of values [b, i, k], in place, or = if fresh."""
+    if values.is_cuda and len(values) == 1 and values.shape[1] >= 2**13:
+        # A product with ones is twice as fast as a sum of so many rows.
+        ones = p.ones[: values.shape[1]]  # [i]
+        torch.addmv(out[0], values[0].mT, ones, beta=0 if fresh else 1, out=out[0])  # [k]
+    else:
+        add(out, values.sum(1), fresh)
 
 
 def has_kernel(p: Problem, *tensors: Tensor) -> bool:
