@@ -25,6 +25,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 PUBLIC_NAMES = {
     "Concat",
     "Contributions",
+    "Converge",
     "Credit",
     "Explanation",
     "GeneralRouting",
@@ -42,6 +43,7 @@ PUBLIC_NAMES = {
     "encoders",
     "load_reference_state_dict",
     "networks",
+    "stability",
 }
 
 CONSTRUCTORS = {

@@ -1,11 +1,12 @@
 """Route sequences of vectors and know the credit of every input for every output."""
 
-from vecroute import networks
+from vecroute import networks, stability
 from vecroute.compose import Concat, PerVector, Residual, Sequential, Sum
 from vecroute.contribution import Contributions, contributions
 from vecroute.credit import Credit
 from vecroute.heads import RoutingHead
 from vecroute.layers import (
+    Converge,
     GeneralRouting,
     MatrixRouting,
     Routed,
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Concat",
     "Contributions",
+    "Converge",
     "Credit",
     "Explanation",
     "GeneralRouting",
@@ -35,6 +37,7 @@ __all__ = [
     "encoders",
     "load_reference_state_dict",
     "networks",
+    "stability",
 ]
 
 # Names that load more than others: where they are, and the extra that brings what they need.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.layers.common import ANY_LENGTH, Routed, reset_betas
+from vecroute.layers.converge import Converge, Convergence, check_n_iters, fixed_point, not_compiled
 from vecroute.ops.checks import check_choice, check_masks, check_size, check_vectors
 from vecroute.ops.common import Iteration, compute_dtype, masked_softmax, used_pairs
 
@@ -26,7 +27,7 @@ class GeneralRouting(nn.Module):
         n_inp: number of input vectors, or None for any number.
         n_out: number of output vectors.
         d_inp: size of input vectors.
-        n_iters: number of iterations.
+        n_iters: number of iterations, or a ``Converge`` to iterate until the outputs stand still.
         compete_over: "outputs" (the paper's softmax over j) or "inputs" (over i, as in attention).
         beta_use, beta_ign: None for learned ones, a number for a constant, or a function of x_inp that
             gives [..., i, j].
@@ -50,7 +51,7 @@ class GeneralRouting(nn.Module):
         n_inp: int | None,
         n_out: int,
         d_inp: int,
-        n_iters: int = 2,
+        n_iters: int | Converge = 2,
         compete_over: str = "outputs",
         beta_use: float | Callable[[Tensor], Tensor] | None = None,
         beta_ign: float | Callable[[Tensor], Tensor] | None = None,
@@ -60,8 +61,9 @@ class GeneralRouting(nn.Module):
     ):
         super().__init__()
         check_size("n_inp", n_inp, none_means=ANY_LENGTH)
-        for name, value in (("n_out", n_out), ("d_inp", d_inp), ("n_iters", n_iters)):
+        for name, value in (("n_out", n_out), ("d_inp", d_inp)):
             check_size(name, value)
+        check_n_iters(n_iters)
         check_choice("compete_over", compete_over, ("outputs", "inputs"))
         for name, network in (("A", A), ("F", F), ("G", G), ("S", S)):
             if not callable(network):
@@ -73,6 +75,7 @@ class GeneralRouting(nn.Module):
         self.A, self.F, self.G, self.S = A, F, G, S
         self.n_inp, self.n_out, self.d_inp = n_inp, n_out, d_inp
         self.n_iters, self.compete_over = n_iters, compete_over
+        self.convergence: Convergence | None = None  # of the last call, where n_iters is a Converge
         self.independent_votes, self.probed = independent_votes, set[tuple]()
         for name, beta in (("use", beta_use), ("ign", beta_ign)):
             self._set_beta(name, beta, {"device": device, "dtype": dtype})
@@ -116,7 +119,7 @@ class GeneralRouting(nn.Module):
         x_init: Tensor | None = None,
     ) -> Routed:
         """Like ``forward``, and the credit phi [..., i, j] of every input for every output."""
-        last = self.trace(x_inp, input_mask, pair_mask, x_init)[-1]
+        last = self._iterate(x_inp, input_mask, pair_mask, x_init)
         return Routed(last.x_out, last.phi)
 
     def trace(
@@ -131,6 +134,55 @@ class GeneralRouting(nn.Module):
         Args:
             x_init: [..., j, h] outputs that the first E-step scores, in place of the flat prior.
         """
+        iterations: list[Iteration] = []
+        self._iterate(x_inp, input_mask, pair_mask, x_init, iterations)
+        return iterations
+
+    def state(
+        self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
+    ) -> Tensor:
+        """x_out [..., j, h], from which another iteration would start."""
+        return self(x_inp, input_mask, pair_mask)
+
+    def update(
+        self,
+        x_inp: Tensor,
+        x_out: Tensor | None,
+        input_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+    ) -> Tensor:
+        """U(x_out | x_inp) of section 3.3: [..., j, h] after one iteration from x_out.
+
+        Args:
+            x_out: [..., j, h], or None for the flat prior.
+        """
+        return self._step(x_inp, input_mask, pair_mask, x_out)(x_out).x_out
+
+    def _iterate(
+        self, x_inp, input_mask, pair_mask, x_init, trace: list[Iteration] | None = None
+    ) -> Iteration:
+        """The last iteration; every one is appended to the trace."""
+        step = self._step(x_inp, input_mask, pair_mask, x_init, trace)
+        n_iters, x_out = self.n_iters, x_init  # [..., j, h]
+        if isinstance(n_iters, Converge):
+            return not_compiled(self._converge)(n_iters, step, x_out)
+        for _ in range(n_iters):
+            last = step(x_out)
+            x_out = last.x_out  # [..., j, h]
+        return last
+
+    def _converge(self, n_iters: Converge, step: Callable[[Tensor | None], Iteration], x_out: Tensor | None):
+        """The iteration from the state that it does not change."""
+        if x_out is None:
+            with torch.no_grad():
+                x_out = step(None).x_out  # [..., j, h]
+        x_out, self.convergence = fixed_point(lambda x: step(x).x_out, x_out, n_iters)
+        return step(x_out)
+
+    def _step(
+        self, x_inp, input_mask, pair_mask, x_init, trace: list[Iteration] | None = None
+    ) -> Callable[[Tensor | None], Iteration]:
+        """One iteration, as a function of the outputs to start from; None for the flat prior."""
         # The learned betas come first, then the parameters of the networks; there may be none at all.
         parameter = next((p for p in self.parameters() if p.is_floating_point()), None)
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=parameter)
@@ -152,9 +204,7 @@ class GeneralRouting(nn.Module):
         if use is not None:
             f_a_inp = f_a_inp.where(use, 0.0)  # [..., i, j]
 
-        iterations: list[Iteration] = []
-        x_out = x_init  # [..., j, h]
-        for _ in range(self.n_iters):
+        def step(x_out: Tensor | None) -> Iteration:
             x_hat, S, R = self._e_step(x_inp, x_out, use, ij)
             D_use = f_a_inp * R  # [..., i, j]
             D_ign = f_a_inp - D_use  # [..., i, j]
@@ -163,8 +213,12 @@ class GeneralRouting(nn.Module):
                 # A beta that a function computed from zeros may be infinite, and 0 * inf is NaN.
                 phi = phi.where(use, 0.0)  # [..., i, j]
             x_out = torch.einsum("...ij,...ijh->...jh", phi, V)  # [..., j, h]
-            iterations.append(Iteration(a_inp, x_hat, S, R, D_use, D_ign, phi, x_out))
-        return iterations
+            iteration = Iteration(a_inp, x_hat, S, R, D_use, D_ign, phi, x_out)
+            if trace is not None:
+                trace.append(iteration)
+            return iteration
+
+        return step
 
     def _e_step(self, x_inp: Tensor, x_out: Tensor | None, use: Tensor | None, ij: tuple[int, ...]):
         """x_hat [..., j, d], S and R [..., i, j]; without an x_out the first two are None and R is flat."""

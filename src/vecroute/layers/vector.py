@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vecroute import ops
 from vecroute.layers.common import ANY_LENGTH, Routed, reset_betas
+from vecroute.layers.converge import Converge, Convergence, check_n_iters, fixed_point, not_compiled
 from vecroute.ops.checks import check_choice, check_masks, check_size, check_vectors
 from vecroute.ops.common import Iteration, Weights, normalize
 from vecroute.ops.group import local_rows, local_weights, together
@@ -26,7 +27,7 @@ class VectorRouting(nn.Module):
         n_inp: number of input vectors, or None for any number.
         n_out: number of output vectors. With n_out=1 there is no competition: R is 1 and nothing is ignored.
         d_inp, d_out: size of input and output vectors.
-        n_iters: number of iterations.
+        n_iters: number of iterations, or a ``Converge`` to iterate until the outputs stand still.
         normalize: bring each output vector to mean 0 and variance 1 at the end (not if d_out is 1).
         implementation: "auto", "reference", "chunked" or "fused" (CUDA). Only the reference gives phi a
             gradient and second derivatives.
@@ -48,7 +49,7 @@ class VectorRouting(nn.Module):
         n_out: int,
         d_inp: int,
         d_out: int,
-        n_iters: int = 2,
+        n_iters: int | Converge = 2,
         normalize: bool = True,
         implementation: str = "auto",
         device=None,
@@ -56,8 +57,9 @@ class VectorRouting(nn.Module):
     ):
         super().__init__()
         check_size("n_inp", n_inp, none_means=ANY_LENGTH)
-        for name, value in (("n_out", n_out), ("d_inp", d_inp), ("d_out", d_out), ("n_iters", n_iters)):
+        for name, value in (("n_out", n_out), ("d_inp", d_inp), ("d_out", d_out)):
             check_size(name, value)
+        check_n_iters(n_iters)
         check_choice("implementation", implementation, ops.IMPLEMENTATIONS)
         if not isinstance(normalize, bool):
             raise TypeError(f"normalize must be a bool, got {normalize!r} ({type(normalize).__name__})")
@@ -67,6 +69,7 @@ class VectorRouting(nn.Module):
         self.tuning = ops.Tuning()
         # Set by ``distributed.shard_inputs``: the ranks that hold the inputs, each some; whether they check.
         self.group, self.check_ranks = "", True
+        self.convergence: Convergence | None = None  # of the last call, where n_iters is a Converge
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -156,24 +159,60 @@ class VectorRouting(nn.Module):
             phi = phi.to(x_inp.dtype)  # [..., i, j]
         return Routed(x_out, torch.nested.nested_tensor_from_jagged(phi, cu_seqlens) if nested else phi)
 
-    def _route(self, x_inp, input_mask, pair_mask, *, cu_seqlens, **phi_options):
+    def _route(self, x_inp, input_mask, pair_mask, **options):
         """x_out [..., j, h] and phi [..., i, j], None if not asked for."""
-        cu_seqlens, masks = self._check(x_inp, input_mask, pair_mask, cu_seqlens, **phi_options)
-        x_out, phi = ops.route(
-            x_inp,
-            self.weights(),
-            self.n_iters,
-            *masks,
-            self.prior,
-            implementation=self.implementation,
-            tuning=self.tuning,
-            cu_seqlens=cu_seqlens,
-            group=self.group,
-            **phi_options,
-        )
+        x_out, phi = self._state(x_inp, input_mask, pair_mask, **options)
         if self.normalize:
             x_out = normalize(x_out)  # [..., j, h]
         return x_out.to(x_inp.dtype), phi
+
+    def _state(self, x_inp, input_mask, pair_mask, *, cu_seqlens=None, **phi_options):
+        """x_out [..., j, h], not yet normalised, and phi [..., i, j], None if not asked for."""
+        cu_seqlens, masks = self._check(x_inp, input_mask, pair_mask, cu_seqlens, **phi_options)
+        how: dict[str, Any] = {
+            "implementation": self.implementation,
+            "tuning": self.tuning,
+            "cu_seqlens": cu_seqlens,
+            "group": self.group,
+        }
+        if isinstance(self.n_iters, Converge):
+            return not_compiled(self._converge)(self.n_iters, x_inp, masks, how, phi_options)
+        input_mask, pair_mask = masks  # [..., i], [..., i, j]
+        return ops.route(
+            x_inp, self.weights(), self.n_iters, input_mask, pair_mask, self.prior, **how, **phi_options
+        )
+
+    def _converge(self, n_iters: Converge, x_inp: Tensor, masks, how: dict[str, Any], phi_options):
+        """The same, of the state that one more iteration does not change."""
+        step, pull = ops.steps(x_inp, self.weights(), *masks, self.prior, **how)
+        with torch.no_grad():
+            x_out, _ = step(None)  # [..., j, h]
+        x_out, self.convergence = fixed_point(lambda x: step(x)[0], x_out, n_iters, pull)
+        return step(x_out, **phi_options)
+
+    def state(
+        self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
+    ) -> Tensor:
+        """x_out [..., j, h] before the final normalisation, from which another iteration would start."""
+        return self._state(x_inp, input_mask, pair_mask)[0]
+
+    def update(
+        self,
+        x_inp: Tensor,
+        x_out: Tensor | None,
+        input_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+    ) -> Tensor:
+        """U(x_out | x_inp) of section 3.3: [..., j, h] after one iteration from x_out, by the reference.
+
+        Args:
+            x_out: [..., j, h], not normalised (a ``state``), or None for the flat prior.
+        """
+        check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
+        masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
+        if x_out is not None:
+            check_vectors("x_out", x_out, n=self.n_out, d=self.d_out, like=None, letters="n_out, d_out")
+        return route_reference(x_inp, self.weights(), 1, *masks, self.prior, x_init=x_out).x_out
 
     def _check(
         self, x_inp, input_mask, pair_mask, cu_seqlens, *, need_phi=False, outputs=None, phi_out=None
@@ -245,7 +284,17 @@ class VectorRouting(nn.Module):
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
         masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
         iterations: list[Iteration] = []
-        route_reference(x_inp, self.weights(), self.n_iters, *masks, self.prior, iterations)
+
+        def run(n_iters: int, x_init: Tensor | None = None) -> Tensor:
+            return route_reference(
+                x_inp, self.weights(), n_iters, *masks, self.prior, iterations, x_init
+            ).x_out  # [..., j, h]
+
+        if isinstance(self.n_iters, Converge):
+            x_out, self.convergence = fixed_point(lambda x: run(1, x), run(1), self.n_iters)
+            run(1, x_out)
+        else:
+            run(self.n_iters)
         return iterations
 
 

@@ -17,8 +17,9 @@ from vecroute.ops.common import Weights, compute_dtype
 from vecroute.ops.library import route_streamed
 from vecroute.ops.problem import Tuning
 from vecroute.ops.reference import route_reference
+from vecroute.ops.steps import StreamedSteps
 
-__all__ = ["IMPLEMENTATIONS", "Tuning", "Weights", "route"]
+__all__ = ["IMPLEMENTATIONS", "Tuning", "Weights", "route", "steps"]
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "fused")
 
@@ -38,28 +39,27 @@ def route(
     need_phi: bool = False,
     outputs: Sequence[int] | None = None,
     phi_out: Tensor | None = None,
+    x_init: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run the loop with the named implementation on arguments already checked.
 
     Args:
         group: name of the group of ranks that hold the other inputs; "" for none.
         need_phi, outputs, phi_out: whether to give phi, of which outputs, and where (see ``route_streamed``).
+        x_init: [..., j, h] outputs to start from instead of the flat prior; of the reference alone.
 
     Returns:
         x_out [..., j, h], not yet normalised, and phi [..., i, j] (None if not asked for), at least float32.
     """
-    if implementation == "auto":
-        implementation = choose(x_inp, cu_seqlens)
-    elif implementation == "fused" and (problem := why_not_fused(x_inp)):
-        raise ValueError(f"implementation='fused' {problem}")
+    implementation = pick(implementation, x_inp, cu_seqlens)
     if implementation == "reference":
         if group:
             raise ValueError("inputs sharded over ranks cannot be routed by implementation='reference'")
         if cu_seqlens is None:
-            last = route_reference(x_inp, weights, n_iters, input_mask, pair_mask, prior)
+            last = route_reference(x_inp, weights, n_iters, input_mask, pair_mask, prior, x_init=x_init)
             x_out, phi = last.x_out, last.phi  # [..., j, h], [..., i, j]
         else:
-            x_out, phi = reference_of_packed(x_inp, weights, n_iters, prior, cu_seqlens)
+            x_out, phi = reference_of_packed(x_inp, weights, n_iters, prior, cu_seqlens, x_init)
         if not need_phi:
             return x_out, None
         phi = phi if outputs is None else phi[..., list(outputs)]  # [..., i, j]
@@ -83,18 +83,60 @@ def route(
     )
 
 
-def reference_of_packed(x_inp: Tensor, weights: Weights, n_iters: int, prior: float, cu_seqlens: Tensor):
+def steps(x_inp: Tensor, weights: Weights, *args, implementation: str, **options):
+    """The loop one iteration at a time, with the arguments of ``route`` that speak of all iterations alike.
+
+    Returns:
+        step: (x_out or None, need_phi, outputs, phi_out) -> (x_out, phi): an iteration from x_out
+            [..., j, h], or the first one, under the flat prior.
+        pull: (x_out, grad) -> J^T grad with J the Jacobian of an iteration at x_out; None to ask autograd.
+    """
+    implementation = pick(implementation, x_inp, options["cu_seqlens"])
+    if implementation != "reference":
+        streamed = StreamedSteps(x_inp, weights, *args, implementation=implementation, **options)
+        return streamed, streamed.pull
+
+    def step(x_out: Tensor | None, need_phi: bool = False, outputs=None, phi_out=None):
+        return route(
+            x_inp,
+            weights,
+            1,
+            *args,
+            implementation="reference",
+            **options,
+            need_phi=need_phi,
+            outputs=outputs,
+            phi_out=phi_out,
+            x_init=x_out,
+        )
+
+    return step, None
+
+
+def reference_of_packed(
+    x_inp: Tensor, weights: Weights, n_iters: int, prior: float, cu_seqlens: Tensor, x_init=None
+):
     """x_out [b, j, h] and phi [total, j] of packed samples, one after the other."""
     x_out, phi = [], []
-    for start, end in pairwise(cu_seqlens.tolist()):
+    for b, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
         if start == end:
             x_out.append(x_inp.new_zeros(weights.B_F2.shape, dtype=compute_dtype(x_inp.dtype)))  # [j, h]
         else:
-            last = route_reference(x_inp[start:end], weights, n_iters, prior=prior)
+            init = None if x_init is None else x_init[b]  # [j, h]
+            last = route_reference(x_inp[start:end], weights, n_iters, prior=prior, x_init=init)
             x_out.append(last.x_out)  # [j, h]
             phi.append(last.phi)  # [i, j]
     empty = x_inp.new_zeros(0, weights.W_F1.shape[0], dtype=compute_dtype(x_inp.dtype))  # [0, j]
     return torch.stack(x_out), torch.cat([empty, *phi])  # [b, j, h], [total, j]
+
+
+def pick(implementation: str, x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
+    """The implementation that the name stands for; raise if it cannot route x_inp."""
+    if implementation == "auto":
+        return choose(x_inp, cu_seqlens)
+    if implementation == "fused" and (problem := why_not_fused(x_inp)):
+        raise ValueError(f"implementation='fused' {problem}")
+    return implementation
 
 
 def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:

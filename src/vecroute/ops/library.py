@@ -165,6 +165,38 @@ def _refuse(ctx, *_):
 loop_backward_op.register_autograd(_refuse)
 
 
+def operator_arguments(
+    x_inp: Tensor,
+    weights: Weights,
+    input_mask: Tensor | None,
+    pair_mask: Tensor | None,
+    prior: float,
+    *,
+    implementation: str,
+    tuning: Tuning,
+    cu_seqlens: Tensor | None = None,
+    group: str = "",
+) -> tuple:
+    """The arguments of ``problem``: batch dimensions as one, b, and the weights that there are as a list."""
+    batch = x_inp.shape[:-2]
+    rounded, dtype = product_dtype(x_inp), compute_dtype(x_inp.dtype)
+    use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
+    if use is not None:
+        use = use.expand(*batch, *use.shape[-2:]).reshape(math.prod(batch), *use.shape[-2:])  # [b, i, j or 1]
+    if cu_seqlens is not None:
+        n_inp = cu_seqlens.diff()[:, None]  # [b, 1]
+    elif input_mask is not None:
+        n_inp = input_mask.sum(-1, keepdim=True).expand(*batch, 1).reshape(-1, 1)  # [b, 1]
+    else:
+        n_inp = x_inp.new_full((math.prod(batch), 1), x_inp.shape[-2], dtype=dtype)  # [b, 1]
+    if group:
+        n_inp = all_reduce(group, n_inp.long().clone())  # [b, 1]
+    sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()  # [b, 1]
+    x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
+    tensors = [w for w in weights if w is not None]
+    return x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning), implementation, group
+
+
 def route_streamed(
     x_inp: Tensor,
     weights: Weights,
@@ -193,22 +225,18 @@ def route_streamed(
         x_out [..., j, h] and phi [..., i, j] (None if not asked for), which has no graph.
     """
     batch = x_inp.shape[:-2]
-    rounded, dtype = product_dtype(x_inp), compute_dtype(x_inp.dtype)
-    use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
-    if use is not None:
-        use = use.expand(*batch, *use.shape[-2:]).reshape(math.prod(batch), *use.shape[-2:])  # [b, i, j or 1]
-    if cu_seqlens is not None:
-        n_inp = cu_seqlens.diff()[:, None]  # [b, 1]
-    elif input_mask is not None:
-        n_inp = input_mask.sum(-1, keepdim=True).expand(*batch, 1).reshape(-1, 1)  # [b, 1]
-    else:
-        n_inp = x_inp.new_full((math.prod(batch), 1), x_inp.shape[-2], dtype=dtype)  # [b, 1]
-    if group:
-        n_inp = all_reduce(group, n_inp.long().clone())  # [b, 1]
-    sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()  # [b, 1]
-    x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
-    tensors = [w for w in weights if w is not None]
-    arguments = x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning), implementation, group
+    arguments = operator_arguments(
+        x_inp,
+        weights,
+        input_mask,
+        pair_mask,
+        prior,
+        implementation=implementation,
+        tuning=tuning,
+        cu_seqlens=cu_seqlens,
+        group=group,
+    )
+    x = arguments[0]  # [b, i, d]
     if phi_out is None:
         x_out, phi, *_ = loop_op(*arguments, n_iters, need_phi, outputs)
         phi = phi.detach().view(*x_inp.shape[:-1], phi.shape[-1])  # [..., i, j]

@@ -24,6 +24,7 @@ def route_reference(
     pair_mask: Tensor | None = None,
     prior: float | None = None,
     trace: list[Iteration] | None = None,
+    x_init: Tensor | None = None,
 ) -> Iteration:
     """Route x_inp by Algorithm 2 and return the last iteration, its x_out not yet normalised.
 
@@ -35,6 +36,7 @@ def route_reference(
         pair_mask: [..., i, j] True where a pair takes part in the competition.
         prior: routing probability in the first iteration where no mask is given, None for 1 / n_out.
         trace: a list to which every iteration is appended.
+        x_init: [..., j, h] outputs that the first iteration scores, None for the flat prior.
     """
     dtype, rounded = compute_dtype(x_inp.dtype), product_dtype(x_inp)
 
@@ -64,7 +66,7 @@ def route_reference(
         if use is not None:
             # Nothing to use or to ignore at unused pairs: D_use = D_ign = phi = 0 there.
             f_a_inp = f_a_inp.where(use, 0.0)  # [..., i, j]
-        x_hat, S, x_out = None, None, None
+        x_hat, S, x_out = None, None, x_init
         for _ in range(n_iters):
             # E-step
             if x_out is None:

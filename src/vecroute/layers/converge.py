@@ -1,0 +1,214 @@
+"""Routing to convergence: the state that one more iteration does not change, and its implicit gradient.
+
+With U for one iteration after the first (section 3.3 of the paper), a layer that converges gives
+
+    x = U(x | x_inp),
+
+and, whatever the solver did to find it, the gradient of that equation: for an upstream gradient g it solves
+u = g + J^T u with J = dU/dx, by the same solver, and sends u through one iteration. Nothing of the search is
+stored.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from vecroute.ops.checks import check_choice, check_size
+from vecroute.ops.common import compute_dtype, without_autocast
+
+WINDOW = 5  # states that Anderson's method combines
+WARM_UP = 10  # steps before it does: far from a fixed point it may run to another one than the loop does
+
+Update = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Converge:
+    """In place of ``n_iters``: iterate until the state stands still.
+
+    Args:
+        tol: the residual at which a sample stops.
+        max_iters: updates at most, after the first iteration from the flat prior.
+        solver: "anderson" (Anderson's acceleration: the next state is the combination of the last five that
+            makes the residual least) or "iterate" (the loop as it is).
+        stop: the residual is |U(x) - x|, "absolute", or that divided by |U(x)|, "relative".
+
+    Each sample of a batch stops by itself, also where the residual is down to rounding (10 units in the last
+    place) and falls no more. ``layer.convergence`` says how the last call went. Where ``tol`` is not reached
+    there is a warning, and the state with the smallest residual is used.
+
+    Raises:
+        ValueError, TypeError: an argument of the wrong value or type.
+    """
+
+    tol: float = 1e-4
+    max_iters: int = 50
+    solver: str = "anderson"
+    stop: str = "relative"
+
+    def __post_init__(self):
+        if isinstance(self.tol, bool) or not isinstance(self.tol, Real):
+            raise TypeError(f"tol must be a positive number, got {self.tol!r} ({type(self.tol).__name__})")
+        if not 0 < self.tol < math.inf:
+            raise ValueError(f"tol must be a positive number, got {self.tol}")
+        check_size("max_iters", self.max_iters)
+        check_choice("solver", self.solver, ("iterate", "anderson"))
+        check_choice("stop", self.stop, ("relative", "absolute"))
+
+
+class Convergence(NamedTuple):
+    """How a call of a layer with ``Converge`` went, sample by sample."""
+
+    steps: Tensor  # [...] updates of the state, those of the first iteration aside
+    residuals: Tensor  # [..., steps of the slowest sample] after each of them; the last one stays
+    converged: Tensor  # [...] whether the residual came down to tol, or to rounding
+
+
+def check_n_iters(n_iters: object) -> None:
+    """Raise unless n_iters is a positive int or a ``Converge``."""
+    if not isinstance(n_iters, Converge):
+        check_size("n_iters", n_iters)
+
+
+def not_compiled(function: Callable) -> Callable:
+    """The function, as one that torch.compile leaves to Python; where nothing is compiled, as it is."""
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
+
+def fixed_point(
+    update: Update, x: Tensor, options: Converge, pull: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> tuple[Tensor, Convergence]:
+    """The state x = update(x), with its implicit gradient, found from the state x [..., j, h].
+
+    Args:
+        update: U, differentiable by autograd.
+        x: where to start.
+        pull: (x, u) -> J^T u at x; None to have it from autograd.
+
+    Raises:
+        ValueError: a state is NaN or infinite.
+    """
+    with torch.no_grad():
+        x, convergence = solve(update, x.detach(), options)
+    if not (ok := convergence.converged).all():
+        worst = convergence.residuals[..., -1].max()
+        warnings.warn(
+            f"routing did not converge: {int((~ok).sum())} of {ok.numel()} samples have a residual above "
+            f"tol={options.tol} after {options.max_iters} steps, the greatest is {worst:.1e}",
+            stacklevel=4,
+        )
+    if not torch.is_grad_enabled():
+        return x, convergence
+    x = x.detach().requires_grad_(pull is None)  # [..., j, h]
+    y = update(x)  # [..., j, h], with the graph of one iteration
+    if not y.requires_grad:
+        return x, convergence
+
+    def transposed(u: Tensor) -> Tensor:
+        if pull is not None:
+            return pull(x, u)  # [..., j, h]
+        return torch.autograd.grad(y, x, u, retain_graph=True)[0]  # [..., j, h]
+
+    return _Implicit.apply(y, x.detach(), transposed, options), convergence
+
+
+class _Implicit(torch.autograd.Function):
+    """The value x, and on the way back to y = update(x) the solution of u = g + J^T u instead of g."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, transposed: Update, options: Converge) -> Tensor:
+        ctx.transposed, ctx.options = transposed, options
+        return x.clone()  # [..., j, h]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        # Divided by its length, and the residual absolute: for a linear equation that measures the error.
+        scale = _norm(grad)[..., None, None]  # [..., 1, 1]
+        scale = scale.where(scale > 0, 1.0)  # [..., 1, 1]
+        g = grad / scale  # [..., j, h]
+        options = Converge(ctx.options.tol, ctx.options.max_iters, ctx.options.solver, "absolute")
+        u, (_, _, converged) = solve(lambda u: g + ctx.transposed(u), g, options, linear=True)
+        if not converged.all():
+            bad = f"{int((~converged).sum())} of {converged.numel()}"
+            warnings.warn(
+                f"the gradient of the routing did not converge to tol={options.tol} after "
+                f"{options.max_iters} steps in {bad} samples: the best found is used",
+                stacklevel=2,
+            )
+        return u * scale, None, None, None
+
+
+def solve(
+    update: Update, x: Tensor, options: Converge, *, linear: bool = False
+) -> tuple[Tensor, Convergence]:
+    """Search for x = update(x) from x [..., j, h]; of each sample the state with the smallest residual.
+
+    Args:
+        linear: the update is linear: it has but one fixed point, and may meet NaN, as gradients at times are.
+    """
+    best, least = x, torch.full_like(_norm(x), math.inf)  # [..., j, h], [...]
+    active = torch.ones_like(least, dtype=torch.bool)  # [...]
+    converged = ~active  # [...]
+    steps = torch.zeros_like(active, dtype=torch.long)  # [...]
+    residuals: list[Tensor] = []
+    history: list[tuple[Tensor, Tensor]] = []
+    rounding = 10 * torch.finfo(x.dtype).eps
+    for step in range(1, options.max_iters + 1):
+        y = update(x)  # [..., j, h]
+        residual, length = _norm(y - x), _norm(y)  # [...], [...]
+        if options.stop == "relative":
+            residual, length = residual / length.where(length > 0, 1.0), torch.ones_like(length)  # [...]
+        if not linear and not residual.isfinite().all():
+            bad = int((~residual.isfinite()).sum())
+            raise ValueError(
+                f"x_out became NaN or infinite in step {step} of {options}, in {bad} of {residual.numel()} "
+                "samples: look for NaN or very large numbers in x_inp and in the parameters"
+            )
+        # A sample that stopped keeps its state, so that it does not depend on the others.
+        residual = residual.where(active, residuals[-1] if residuals else residual)  # [...]
+        better = residual < least  # [...]
+        at_rest = (residual <= rounding * length) & ~better  # [...]
+        best = x.where(better[..., None, None], best)  # [..., j, h]
+        least = residual.where(better, least)  # [...]
+        residuals.append(residual)
+        steps += active
+        converged |= (residual <= options.tol) | at_rest
+        active = ~converged & residual.isfinite()  # [...]
+        if not active.any():
+            break
+        history = [*history[1 - WINDOW :], (x, y)]
+        accelerate = options.solver == "anderson" and (linear or step > WARM_UP)
+        following = _anderson(history).to(y.dtype) if accelerate else y  # [..., j, h]
+        x = following.where(active[..., None, None], x)  # [..., j, h]
+    return best, Convergence(steps, torch.stack(residuals, -1), converged)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=(-2, -1), dtype=compute_dtype(x.dtype))  # [...]
+
+
+def _anderson(history: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The next state: sum_k alpha_k y_k, where alpha, of sum 1, makes |sum_k alpha_k (y_k - x_k)| least.
+
+    The errors are scaled to unit length first, for they differ by orders of magnitude.
+    """
+    dtype = compute_dtype(history[-1][1].dtype)
+    with without_autocast(history[-1][1]):
+        xs, ys = (torch.stack(states, -3).to(dtype).flatten(-2) for states in zip(*history, strict=True))
+        errors = ys - xs  # [..., k, n]
+        length = torch.linalg.vector_norm(errors, dim=-1).clamp(min=torch.finfo(dtype).tiny)  # [..., k]
+        unit = errors / length[..., None]  # [..., k, n]
+        # Where errors are all but parallel the least change is taken.
+        ridge = torch.eye(len(history), dtype=dtype, device=ys.device) * 10 * torch.finfo(dtype).eps  # [k, k]
+        weight = length.amin(-1, keepdim=True) / length  # [..., k]
+        alpha = torch.linalg.solve(unit @ unit.mT + ridge, weight) * weight  # [..., k]
+        alpha = alpha / alpha.sum(-1, keepdim=True)  # [..., k]
+        return (alpha[..., None, :] @ ys).view(history[-1][1].shape)  # [..., j, h]

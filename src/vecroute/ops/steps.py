@@ -1,0 +1,121 @@
+"""The routing loop one iteration at a time, for whoever decides after each of them whether to go on.
+
+``step(None)`` is the first iteration, under the flat prior; ``step(x_out)`` is one that starts from x_out.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from vecroute.ops import passes
+from vecroute.ops.common import Weights
+from vecroute.ops.library import n_columns, operator_arguments, problem, tf32_under_autocast
+from vecroute.ops.problem import Grads
+
+
+class StreamedSteps:
+    """Iterations of a streamed implementation; what is the same in all of them is computed once.
+
+    Args: as ``route_streamed`` has them.
+    """
+
+    def __init__(self, x_inp: Tensor, weights: Weights, *args, cu_seqlens: Tensor | None, **options):
+        # With their graph: x [b, i, d] and the parameters.
+        self.x, self.weights, *rest = operator_arguments(
+            x_inp, weights, *args, cu_seqlens=cu_seqlens, **options
+        )
+        self.p = problem(self.x.detach(), [w.detach() for w in self.weights], *rest)
+        self.f_a_inp = self.x.new_empty(self.x.shape[:2], dtype=self.p.dtype)  # [b, i]
+        self.kept = passes.new_kept(self.p, 2)
+        self.ij = x_inp.shape[:-1]  # without the j
+        with torch.no_grad():
+            first = self.forward(None)[0]  # [b, j, h]
+        batch = x_inp.shape[:-2] if cu_seqlens is None else first.shape[:1]
+        self.first = first.reshape(*batch, *first.shape[1:])  # [..., j, h]
+
+    def __call__(self, x_out: Tensor | None, need_phi: bool = False, outputs=None, phi_out=None):
+        """x_out [..., j, h] after the iteration and its phi [..., i, j] (None if not asked for)."""
+        if x_out is None:
+            return self.first, None
+        phi = None
+        if need_phi:
+            columns = n_columns(self.p, need_phi, outputs)
+            phi = (
+                self.x.new_empty(*self.ij, columns, dtype=self.p.dtype) if phi_out is None else phi_out
+            )  # [..., i, j]
+        fill = (None if phi is None else phi.view(*self.x.shape[:2], phi.shape[-1]), outputs)  # [b, i, j]
+        x_new = _Step.apply(self, fill, self._flat(x_out), self.x, *self.weights)  # [b, j, h]
+        return (x_new if phi_out is None else x_new.detach()).reshape(x_out.shape), phi
+
+    def pull(self, x_out: Tensor, grad: Tensor) -> Tensor:
+        """J^T grad, [..., j, h], with J the Jacobian of the iteration at x_out."""
+        y = self.p.x_inp.new_zeros(*self._flat(x_out).shape[:2], self.p.x_inp.shape[-1], dtype=self.p.dtype)
+        grad_x_out, _, _ = self.backward(self._flat(x_out), self._flat(grad), y, y[..., 0], False, False)
+        return grad_x_out.reshape(x_out.shape)  # [..., j, h]
+
+    def _flat(self, x_out: Tensor) -> Tensor:
+        return x_out.reshape(-1, *x_out.shape[-2:])  # [b, j, h]
+
+    def forward(self, x_out: Tensor | None, phi: Tensor | None = None, outputs=None):
+        """x_out [b, j, h] after the iteration; y [b, j, d] and s [b, j], which its backward pass needs."""
+        p = self.p
+        with tf32_under_autocast(p):
+            x_hat = None if x_out is None else p.scaled(p.predicted(x_out))  # [b, j, d]
+            y = p.x_inp.new_empty(len(p.sqrt_n_inp), *p.w.W_F1.shape, dtype=p.dtype)  # [b, j, d]
+            s = p.x_inp.new_empty(*y.shape[:2], dtype=p.dtype)  # [b, j]
+            passes.forward_pass(p, x_hat, self.f_a_inp, self.kept, y, s, phi, outputs)
+            p.total(y, s)
+            y /= p.sqrt_n_inp[..., None]
+            return p.outputs(y, s), y, s
+
+    def backward(self, x_out, grad, y, s, need_weights: bool, need_grad_x: bool):
+        """Gradients of x_out [b, j, h], of x_inp (None if not needed) and of the parameters.
+
+        Args:
+            need_weights: whether all of them are needed, or that of x_out alone.
+        """
+        p = self.p
+        with_i = () if p.variable else ("W_A", "B_A", "beta_use", "beta_ign", "W_S", "B_S")
+        grads = Grads({name: torch.empty_like(getattr(p.w, name), dtype=p.dtype) for name in with_i})
+        into = passes.InputGradient(p, 2, need_grad_x)
+        grad_f = torch.zeros_like(self.f_a_inp)  # [b, i]
+        shared = self.f_a_inp, self.kept
+        with tf32_under_autocast(p):
+            g = p.predicted(x_out)  # [b, j, d]
+            grad_y, grad_s = p.outputs_backward(grad, y, s, grads)  # [b, j, d], [b, j]
+            grad_x_hat = passes.backward_pass(
+                p, p.scaled(g), *shared, grad_y, grad_s, into, grad_f, grads, fresh=True
+            )  # [b, j, d]
+            p.total(grad_x_hat)
+            grad_x_out = p.predictions_backward(grad_x_hat, x_out, g, grads)  # [b, j, h]
+            if need_weights or need_grad_x:
+                # f(a_inp) is of the first iteration, whose outputs have no gradient here.
+                zero_y, zero_s = torch.zeros_like(grad_y), torch.zeros_like(grad_s)  # [b, j, d], [b, j]
+                passes.backward_pass(p, None, *shared, zero_y, zero_s, into, grad_f, grads, fresh=False)
+        return grad_x_out, into.grad_x, grads
+
+
+class _Step(torch.autograd.Function):
+    """One iteration: (steps, where to write phi, x_out, x_inp, parameters) -> x_out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, steps: StreamedSteps, fill: tuple, x_out: Tensor, x: Tensor, *weights: Tensor
+    ) -> Tensor:
+        x_new, y, s = steps.forward(x_out, *fill)
+        ctx.steps = steps
+        # x_inp and the parameters are in steps too; saved, autograd sees if someone changes them.
+        ctx.save_for_backward(x_out, y, s, x, *weights)
+        return x_new  # [b, j, h]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        x_out, y, s, *_ = ctx.saved_tensors
+        _, _, _, need_grad_x, *need_weights = ctx.needs_input_grad
+        grad_x_out, grad_x, grads = ctx.steps.backward(x_out, grad, y, s, any(need_weights), need_grad_x)
+        names = [name for name, w in ctx.steps.p.w._asdict().items() if w is not None]
+        grads_w = (grads[name].to(w.dtype) for name, w in zip(names, ctx.steps.weights, strict=True))
+        return None, None, grad_x_out, grad_x, *grads_w
