@@ -52,8 +52,10 @@ def normalize(x: Tensor) -> Tensor:
     """The paper's N: each vector to mean 0 and variance 1; a vector of size 1 is left as it is."""
     if x.shape[-1] == 1:
         return x
-    # layer_norm on the CPU loses digits of a vector whose mean is large beside its deviation, so centre it.
-    return nnf.layer_norm(x - x.mean(-1, keepdim=True), x.shape[-1:], eps=1e-5)
+    if not x.is_cuda:
+        # layer_norm on a CPU loses digits of a vector whose mean is large beside its deviation, so centre it.
+        x = x - x.mean(-1, keepdim=True)
+    return nnf.layer_norm(x, x.shape[-1:], eps=1e-5)
 
 
 def log_f(z: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
         last = t == n_iters - 1
         passes.forward_pass(p, x_hat, f_a_inp, kept, y[t], s[t], phi if last else None, outputs)
         p.total(y[t], s[t])
-        y[t] /= p.sqrt_n_inp[..., None]
+        y[t].div_(p.sqrt_n_inp[..., None])
         x_out = p.outputs(y[t], s[t])  # [b, j, h]
         if not last:
             before[t], g[t] = x_out, p.predicted(x_out)

@@ -70,8 +70,10 @@ def accumulate_sum(p: Problem, out: Tensor, values: Tensor, fresh: bool = False)
         # A product with ones is twice as fast as a sum of so many rows.
         ones = p.ones[: values.shape[1]]  # [i]
         torch.addmv(out[0], values[0].mT, ones, beta=0 if fresh else 1, out=out[0])  # [k]
+    elif fresh:
+        torch.sum(values, 1, out=out)
     else:
-        add(out, values.sum(1), fresh)
+        out += values.sum(1)
 
 
 def has_kernel(p: Problem, *tensors: Tensor) -> bool:
