@@ -1,0 +1,75 @@
+"""Reading while something else is computed: a thread for files, a stream of its own for copies to a GPU."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecroute.distributed.vectors import Vectors
+
+END = object()
+
+
+def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Iterator[Tensor]:
+    """The chunks [rows, d] of vectors on the device; the next ones are read and copied in the meantime.
+
+    Each is good until the next is asked for. What reading raises is raised here.
+    """
+    on_gpu = device.type == "cuda"
+    waiting: queue.Queue[Any] = queue.Queue(maxsize=1)
+    stop = threading.Event()
+
+    def put(item: Any) -> bool:
+        while not stop.is_set():
+            try:
+                waiting.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def read() -> None:
+        try:
+            for chunk in vectors.chunks(rows, on_gpu):
+                if not put(chunk):
+                    return
+            put(END)
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=read, name="vecroute reader", daemon=True)
+    thread.start()
+    try:
+        yield from copied(iter(waiting.get, END), device) if on_gpu else raised(iter(waiting.get, END))
+    finally:
+        stop.set()
+        thread.join()
+
+
+def raised(items: Iterator[Any]) -> Iterator[Tensor]:
+    """Chunks as they come; an error among them is raised."""
+    for item in items:
+        if isinstance(item, BaseException):
+            raise item
+        yield item
+
+
+def copied(items: Iterator[Any], device: torch.device) -> Iterator[Tensor]:
+    """Chunks in pinned memory on a GPU, copied by a stream of its own, at most two there at a time."""
+    copies, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    before: torch.cuda.Event | None = None  # the end of the work on the chunk before
+    for chunk in raised(items):
+        with torch.cuda.stream(copies):
+            there = chunk.to(device, non_blocking=True)  # [rows, d]
+            arrived = copies.record_event()
+        compute.wait_event(arrived)
+        there.record_stream(compute)
+        yield there
+        after = compute.record_event()
+        arrived.synchronize()  # then the pinned buffer may be filled again
+        if before is not None:
+            before.synchronize()
+        before = after

@@ -1,0 +1,309 @@
+"""Out of core: the inputs of a routing are read from a file in every pass, one chunk in memory at a time.
+
+The passes are those of ``vecroute.ops``, on one chunk after the other. Nothing with an i is kept between
+them: activations are computed again from the chunk, and their gradients go on at once.
+"""
+
+import operator
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vecroute.compose import PerVector, Sequential, module_name
+from vecroute.distributed.prefetch import prefetched
+from vecroute.distributed.vectors import Vectors, open_vectors
+from vecroute.layers import Routed, VectorRouting
+from vecroute.ops import choose, passes
+from vecroute.ops.checks import check_size
+from vecroute.ops.common import Weights, compute_dtype, normalize, product_dtype
+from vecroute.ops.group import add_up, all_reduce, sum_gradients, together
+from vecroute.ops.problem import Grads, Problem, Tuning
+from vecroute.ops.products import product
+from vecroute.storage import require
+
+CHUNK_BYTES = 32 * 2**20  # of a chunk in the dtype of the layer
+
+
+def stream(network: nn.Module, x_inp: Any, *, rows: int | None = None) -> Tensor:
+    """Route vectors that need not fit in memory: x_out [n_out, d_out], with a graph.
+
+    The file is read once for each iteration, and once again for each in the backward pass, which gives the
+    gradient of every parameter of the network; the vectors themselves have none.
+
+    Args:
+        network: a ``VectorRouting`` with n_inp=None, or a ``Sequential`` of per-vector modules, such a layer,
+            and whatever follows it. With ``shard_inputs`` each rank streams its own vectors.
+        x_inp: what ``open_vectors`` takes.
+        rows: of a chunk, None for about 32 MB.
+
+    Raises:
+        ValueError, TypeError: a network or vectors that will not do; a file that is damaged or changes.
+    """
+    run = Streamed(network, x_inp, rows)
+    return run.rest(run.route())
+
+
+def stream_credit(
+    network: nn.Module,
+    x_inp: Any,
+    path: str | os.PathLike,
+    outputs: Sequence[int],
+    *,
+    rows: int | None = None,
+) -> Tensor:
+    """Route likewise, without a graph, and write the credit [n_inp, len(outputs)] of the vectors to a file.
+
+    A .npy file of float32, whole or not there at all. Of a network the credit is for its own outputs, end to
+    end; the vectors are then read once more. Of a sharded network each rank writes that of its own vectors:
+    give each a path of its own.
+
+    Returns:
+        x_out [n_out, d_out].
+    """
+    run = Streamed(network, x_inp, rows)
+    columns = [operator.index(j) for j in outputs]
+    n_out = next((part.n_out for part in reversed(run.after) if hasattr(part, "n_out")), run.layer.n_out)
+    if not columns or not all(0 <= j < n_out for j in columns):
+        raise ValueError(f"outputs must be some of 0, ..., n_out - 1 = {n_out - 1}, got {columns}")
+    with torch.no_grad(), CreditFile(path, run.vectors.n_inp, len(columns)) as file:
+        if not run.after:
+            return run.rest(run.route(lambda phi: file.write(phi[:, columns])))
+        x_out, credit = run.credit_of_rest(run.route(), columns)  # [j, h], [j', len(columns)]
+        run.last_pass(lambda phi: file.write(phi @ credit.to(phi.dtype)))
+        return x_out
+
+
+class State(NamedTuple):
+    """What the backward pass needs of the forward pass, as ``loop.forward`` has it, of one sample."""
+
+    y: Tensor  # [t, 1, j, d]
+    s: Tensor  # [t, 1, j]
+    before: Tensor  # [t - 1, 1, j, h]
+    g: Tensor  # [t - 1, 1, j, d]
+
+
+class Streamed:
+    """A network whose first routing is streamed over vectors, after the per-vector modules before it."""
+
+    def __init__(self, network: nn.Module, x_inp: Any, rows: int | None):
+        parts = list(network) if isinstance(network, Sequential) else [network]
+        first = next((k for k, part in enumerate(parts) if not isinstance(part, PerVector)), 0)
+        layer: Any = parts[first]
+        fits = isinstance(layer, VectorRouting) and layer.n_inp is None and isinstance(layer.n_iters, int)
+        if not fits or layer.implementation == "reference":
+            raise TypeError(
+                "network must be a VectorRouting with n_inp=None, a number of iterations and another "
+                "implementation than 'reference', or a Sequential in which only PerVector comes before such "
+                f"a layer, got {module_name(layer)}"
+            )
+        self.layer: VectorRouting = layer
+        self.before: list[Any] = parts[:first]
+        self.after: list[Any] = parts[first + 1 :]
+        self.trained = [p for part in self.before for p in part.parameters() if p.requires_grad]
+        with together(layer.group):
+            self.vectors: Vectors = open_vectors(x_inp)
+            d_inp = parts[0].d_inp if isinstance(parts[0], VectorRouting) else None
+            if d_inp not in (None, self.vectors.d_inp):
+                raise ValueError(f"x_inp must be [n_inp, d_inp={d_inp}], got d_inp={self.vectors.d_inp}")
+            check_size("rows", rows, none_means=f"about {CHUNK_BYTES // 2**20} MB")
+        self.dtype, self.device = layer.W_F2.dtype, layer.W_F2.device
+        self.rows = rows or max(1, CHUNK_BYTES // (self.vectors.d_inp * self.dtype.itemsize))
+        n_inp = torch.tensor([[self.vectors.n_inp]], device=self.device)  # [1, 1]
+        n_inp = all_reduce(layer.group, n_inp) if layer.group else n_inp
+        if n_inp == 0:
+            raise ValueError("x_inp must have at least one vector, got none")
+        self.sqrt_n_inp = n_inp.to(compute_dtype(self.dtype)).sqrt()  # [1, 1]
+        self.x_hat: Tensor | None = None  # [1, j, d] of the last iteration
+
+    def route(self, see_phi: Callable[[Tensor], None] | None = None) -> Tensor:
+        """x_out [j, h] of the routing; see_phi gets the phi [i, j] of each chunk in the last pass."""
+        weights = [w for w in self.layer.weights() if w is not None]
+        shared = sum_gradients(self.layer.group, *self.trained)
+        x_out = _Route.apply(self, see_phi, len(weights), *weights, *shared)  # [1, j, h]
+        x_out = normalize(x_out) if self.layer.normalize else x_out  # [1, j, h]
+        return x_out[0].to(self.dtype)  # [j, h]
+
+    def rest(self, x_out: Tensor) -> Tensor:
+        """What the network makes of the outputs of the routing."""
+        for part in self.after:
+            x_out = part(x_out)  # [j, h]
+        return x_out
+
+    def credit_of_rest(self, x_out: Tensor, columns: list[int]) -> tuple[Tensor, Tensor]:
+        """x_out of the network, and the credit [j, len(columns)] of the routing's outputs for it."""
+        routed = Routed(*Sequential(*self.after).route(x_out))
+        return routed.x_out, torch.stack([routed.phi.column(j) for j in columns], -1)
+
+    # Passes
+
+    def problem(self, x: Tensor, weights: Sequence[Tensor]) -> Problem:
+        """One chunk [1, i, d] as a problem of its own."""
+        w = Weights._make((*weights[:10], None, None, *weights[10:]))
+        implementation = choose(x, None) if self.layer.implementation == "auto" else self.layer.implementation
+        tuning = Tuning(self.layer.tuning.rows, 0)
+        return Problem(
+            x, w, None, self.sqrt_n_inp, None, self.layer.prior, product_dtype(x), tuning, implementation
+        )
+
+    def chunks(self) -> Any:
+        """The chunks of one pass, [i, d]."""
+        return closing(prefetched(self.vectors, self.rows, self.device))
+
+    def into_routing(self, chunk: Tensor) -> Tensor:
+        """A chunk as the routing gets it, [1, i, d], in the dtype of the layer."""
+        x = chunk.to(self.dtype)  # [i, d]
+        for part in self.before:
+            x = part.module(x)  # [i, d]
+        return x[None]
+
+    def forward_pass(self, weights: Sequence[Tensor], x_hat: Tensor | None, see_phi: Any):
+        """y [1, j, d] and s [1, j] of an iteration, over all chunks and all ranks."""
+        j, d = self.layer.W_F1.shape
+        y, s = self.sqrt_n_inp.new_zeros(1, j, d), self.sqrt_n_inp.new_zeros(1, j)  # [1, j, d], [1, j]
+        y_chunk, s_chunk = torch.empty_like(y), torch.empty_like(s)  # [1, j, d], [1, j]
+        with together(self.layer.group, self.layer.check_ranks), self.chunks() as chunks:
+            for chunk in chunks:
+                p = self.problem(self.into_routing(chunk), weights)
+                f = y.new_empty(1, len(chunk)) if x_hat is None else activations(p)  # [1, i]
+                phi = y.new_empty(1, len(chunk), j) if see_phi else None  # [1, i, j]
+                passes.forward_pass(p, x_hat, f, passes.new_kept(p, 1), y_chunk, s_chunk, phi, None)
+                y += y_chunk
+                s += s_chunk
+                if phi is not None:
+                    see_phi(phi[0])
+        if self.layer.group:
+            add_up(self.layer.group, y, s)
+        return y, s
+
+    def last_pass(self, see_phi: Callable[[Tensor], None]) -> None:
+        """The pass of the last iteration once more."""
+        self.forward_pass([w for w in self.layer.weights() if w is not None], self.x_hat, see_phi)
+
+    def backward_pass(
+        self, weights: Sequence[Tensor], x_hat, grad_y, grad_s, grads: Grads, trained
+    ) -> Tensor:
+        """grad_x_hat [1, j, d] of an iteration; adds to the gradients by name and to those of ``trained``."""
+        grad_x_hat, needed = torch.zeros_like(grad_y), bool(trained)  # [1, j, d]
+        with together(self.layer.group, self.layer.check_ranks), self.chunks() as chunks:
+            for chunk in chunks:
+                with torch.set_grad_enabled(needed):
+                    x = self.into_routing(chunk)  # [1, i, d]
+                p = self.problem(x.detach(), weights)
+                f = activations(p)  # [1, i]
+                into, grad_f = passes.InputGradient(p, 1, needed), torch.zeros_like(f)  # and [1, i]
+                kept = passes.new_kept(p, 1)
+                found = passes.backward_pass(p, x_hat, f, kept, grad_y, grad_s, into, grad_f, grads, True)
+                if x_hat is not None:
+                    grad_x_hat += found  # [1, j, d]
+                    activations_backward(p, grad_f * f * (1 - f), into.grad_x, grads)
+                if needed:
+                    of_chunk = torch.autograd.grad(x, self.trained, into.grad_x, materialize_grads=True)
+                    torch._foreach_add_(trained, list(of_chunk))
+        if self.layer.group and x_hat is not None:
+            add_up(self.layer.group, grad_x_hat)
+        return grad_x_hat
+
+    # Iterations
+
+    def forward(self, weights: Sequence[Tensor], see_phi: Any) -> tuple[Tensor, State]:
+        """All iterations: x_out [1, j, h], not normalised."""
+        n_iters = self.layer.n_iters
+        ys, ss, before, gs = [], [], [], []
+        p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
+        self.x_hat = None
+        for t in range(n_iters):
+            last = t == n_iters - 1
+            y, s = self.forward_pass(weights, self.x_hat, see_phi if last else None)
+            y /= self.sqrt_n_inp[..., None]
+            x_out = p.outputs(y, s)  # [1, j, h]
+            ys.append(y)
+            ss.append(s)
+            if not last:
+                before.append(x_out)
+                gs.append(p.predicted(x_out))  # [1, j, d]
+                self.x_hat = p.scaled(gs[-1])  # [1, j, d]
+        j, d = self.layer.W_F1.shape
+        none = x_out.new_empty(0, *x_out.shape), x_out.new_empty(0, 1, j, d)
+        stacked = (torch.stack(before), torch.stack(gs)) if before else none
+        return x_out, State(torch.stack(ys), torch.stack(ss), *stacked)
+
+    def backward(self, weights: Sequence[Tensor], state: State, grad: Tensor) -> tuple[Grads, list[Tensor]]:
+        """Gradients of the weights, by name, and of the parameters of the modules before the routing."""
+        p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
+        grads = Grads()
+        trained = [torch.zeros_like(parameter) for parameter in self.trained]
+        for t in reversed(range(self.layer.n_iters)):
+            x_hat = p.scaled(state.g[t - 1]) if t > 0 else None  # [1, j, d]
+            grad_y, grad_s = p.outputs_backward(grad, state.y[t], state.s[t], grads)  # [1, j, d], [1, j]
+            grad_x_hat = self.backward_pass(weights, x_hat, grad_y, grad_s, grads, trained)  # [1, j, d]
+            if t > 0:
+                grad = p.predictions_backward(grad_x_hat, state.before[t - 1], state.g[t - 1], grads)
+        return grads, trained
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Streamed, see_phi: Any, n_weights: int, *parameters: Tensor) -> Tensor:
+        weights = parameters[:n_weights]
+        x_out, state = run.forward(weights, see_phi)
+        ctx.run, ctx.n_weights = run, n_weights
+        ctx.save_for_backward(*weights, *state)
+        return x_out  # [1, j, h]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        weights, state = ctx.saved_tensors[: ctx.n_weights], State(*ctx.saved_tensors[ctx.n_weights :])
+        grads, found = ctx.run.backward(weights, state, grad)
+        names = [name for name in Weights._fields if name not in ("beta_use", "beta_ign")]
+        of_weights = [
+            grads[name].to(w.dtype) if name in grads else torch.zeros_like(w)
+            for name, w in zip(names, weights, strict=True)
+        ]
+        return None, None, None, *of_weights, *found
+
+
+def activations(p: Problem) -> Tensor:
+    """f(a_inp) of a chunk, [1, i]."""
+    a_inp = product(p, p.x_inp, p.w.W_A.mT)[..., 0] / p.sqrt_n_inp + p.w.B_A  # [1, i]
+    return torch.sigmoid(a_inp)  # [1, i]
+
+
+def activations_backward(p: Problem, grad_a: Tensor, grad_x: Tensor | None, grads: Grads) -> None:
+    """What grad_a [1, i] brings to the gradients of W_A, B_A and x_inp [1, i, d]."""
+    scaled = grad_a / p.sqrt_n_inp  # [1, i]
+    grads.add("W_A", scaled @ p.x_inp[0].to(scaled.dtype))  # [1, d]
+    grads.add("B_A", grad_a.sum()[None])  # [1]
+    if grad_x is not None:
+        grad_x.addcmul_(scaled[..., None].to(grad_x.dtype), p.w.W_A.to(grad_x.dtype))
+
+
+class CreditFile:
+    """A .npy file [n_inp, n] of float32, written some rows at a time, whole or not there at all."""
+
+    def __init__(self, path: str | os.PathLike, n_inp: int, n: int):
+        self.path = Path(path)
+        self.temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
+        self.head = {"descr": "<f4", "fortran_order": False, "shape": (n_inp, n)}
+
+    def __enter__(self) -> "CreditFile":
+        self.file = open(self.temporary, "xb")  # closed in __exit__
+        require("numpy.lib.format", "data").write_array_header_2_0(self.file, self.head)
+        return self
+
+    def write(self, rows: Tensor) -> None:
+        """Rows [i, n] after those that are there."""
+        self.file.write(rows.float().cpu().contiguous().numpy().data)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.file.close()
+        if kind is None:
+            os.replace(self.temporary, self.path)
+        else:
+            self.temporary.unlink(missing_ok=True)
