@@ -20,8 +20,8 @@ class Labels(NamedTuple):
     targets: Tensor  # [n, n_cls], 1 at the classes of a sample
 
 
-def check_texts(X: Any, name: str = "X") -> list[str]:
-    """The texts as a list of strings.
+def check_texts(X: Any, name: str = "X", first: int = 0) -> list[str]:
+    """The texts as a list of strings; errors call them by the name and count rows from the first.
 
     Raises:
         TypeError: one string instead of several, or something that is no text.
@@ -38,7 +38,7 @@ def check_texts(X: Any, name: str = "X") -> list[str]:
         rows = rows.reshape(-1).tolist()
     if not rows:
         raise ValueError(f"{name} must be a list of texts, got none")
-    for k, text in enumerate(rows):
+    for k, text in enumerate(rows, first):
         if is_missing(text):
             raise ValueError(f"{name} must be a list of texts, row {k} is missing ({text})")
         if not isinstance(text, str):
@@ -48,8 +48,8 @@ def check_texts(X: Any, name: str = "X") -> list[str]:
     return [str(text) for text in rows]
 
 
-def check_labels(y: Any, n: int) -> Labels:
-    """One label for each of n texts.
+def check_labels(y: Any, n: int, name: str = "y") -> Labels:
+    """One label for each of n texts; errors call them by the name.
 
     Raises:
         ValueError: another number of labels, a missing one, one class only, or a class with one example.
@@ -59,24 +59,24 @@ def check_labels(y: Any, n: int) -> Labels:
         labels = labels[:, 0]
     if labels.ndim != 1:
         raise ValueError(
-            f"y must be one label for each text, got an array {list(labels.shape)}; "
+            f"{name} must be one label for each text, got an array {list(labels.shape)}; "
             "for several labels at once use multi_label=True"
         )
     check_count(len(labels), n)
     for k, label in enumerate(labels.tolist()):
         if is_missing(label):
-            raise ValueError(f"y must be one label for each text, row {k} is missing ({label})")
+            raise ValueError(f"{name} must be one label for each text, row {k} is missing ({label})")
     if labels.dtype == object and all(isinstance(label, str) for label in labels):
         labels = labels.astype(str)
     try:
         classes, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
     except TypeError as error:
-        raise ValueError(f"y must be labels of one type, got a mixture: {error}") from error
+        raise ValueError(f"{name} must be labels of one type, got a mixture: {error}") from error
     if len(classes) < 2:
-        raise ValueError(f"y must have two classes or more, every text has the label {classes[0]!s}")
+        raise ValueError(f"{name} must have two classes or more, every text has the label {classes[0]!s}")
     if counts.min() < 2:
         few = ", ".join(str(label) for label in classes[counts < 2][:5])
-        raise ValueError(f"y must have two examples or more of each class, got one of: {few}")
+        raise ValueError(f"{name} must have two examples or more of each class, got one of: {few}")
     return Labels(classes, torch.from_numpy(np.eye(len(classes), dtype=np.float32)[index]))
 
 

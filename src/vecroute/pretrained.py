@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from vecroute.encoders.loading import pick_device
 from vecroute.storage import write_file
 
 FORMAT = "vecroute.RoutingClassifier"
@@ -86,7 +87,7 @@ def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, v
         device=device,
         verbose=verbose,
     )
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = pick_device(device)
     classifier.encoder_ = classifier._load_encoder(target)
     classifier.classes_ = np.asarray(config["classes"])
     classifier.weights_sha256_ = origin["weights_sha256"]

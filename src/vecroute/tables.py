@@ -22,8 +22,8 @@ def read_table(path: str | Path, text: str, *others: str) -> pd.DataFrame:
 
     Args:
         path: ends with .csv, .tsv, .jsonl or .parquet, and maybe .gz after that.
-        text: the column of texts, read as strings whatever they look like.
-        others: more columns that must be there.
+        text: the column of texts.
+        others: more columns that must be there. Cells of .csv and .tsv are strings, whatever they look like.
 
     Raises:
         ValueError: a file that is missing, empty, damaged, not UTF-8, or without the columns.
@@ -47,7 +47,7 @@ def checked_pieces(
 ) -> Iterator[pd.DataFrame]:
     """Pieces of an open file, with errors in one line that begins with its name."""
     found = False
-    with closing(raw_pieces(file, kind, text, rows)) as pieces:
+    with closing(raw_pieces(file, kind, rows)) as pieces:
         while (piece := next_piece(pieces, name)) is not None:
             for column in (text, *others):
                 if column not in piece.columns:
@@ -74,7 +74,7 @@ def next_piece(pieces: Iterator[pd.DataFrame], name: str) -> pd.DataFrame | None
         raise ValueError(f"{name} could not be read: {str(error).strip().splitlines()[0]}") from error
 
 
-def raw_pieces(file: IO[bytes], kind: str, text: str, rows: int) -> Generator[pd.DataFrame]:
+def raw_pieces(file: IO[bytes], kind: str, rows: int) -> Generator[pd.DataFrame]:
     """Pieces as the format's own reader gives them. Only an empty cell is missing, the word NA is not."""
     if kind == "parquet":
         # Parquet is read from its end, so a stream that cannot be wound back is read as a whole.
@@ -87,7 +87,7 @@ def raw_pieces(file: IO[bytes], kind: str, text: str, rows: int) -> Generator[pd
         while some := list(itertools.islice(lines, rows)):
             yield pd.DataFrame([json.loads(line) for line in some])
         return
-    options = {"dtype": {text: str}, "keep_default_na": False, "na_values": [""], "index_col": False}
+    options = {"dtype": str, "keep_default_na": False, "na_values": [""], "index_col": False}
     with pd.read_csv(
         file, sep="," if kind == "csv" else "\t", chunksize=rows, encoding="utf-8-sig", **options
     ) as reader:

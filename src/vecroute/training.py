@@ -17,6 +17,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignor
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from vecroute.encoders.loading import pick_device
 from vecroute.encoders.text import length_batches
 from vecroute.progress import progress_bar
 from vecroute.sampling import drop_inputs, mix, seeded, shuffled_batches
@@ -319,6 +320,7 @@ class Trainer:
             moments = self.optimizer.state[parameter]
             tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
         about = {"kind": "checkpoint", "run": self.key(), "progress": asdict(self.progress)}
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(self.checkpoint, tensors, about)
         self.saved_at = time.monotonic()
 
@@ -349,4 +351,4 @@ class Trainer:
 def make_accelerator(device: str | torch.device | None = None) -> Accelerator:
     """The processes there are, as ``torchrun`` or ``accelerate launch`` started them, else this one."""
     kwargs = DistributedDataParallelKwargs(find_unused_parameters=True)
-    return Accelerator(cpu=torch.device(device or "cuda").type == "cpu", kwargs_handlers=[kwargs])
+    return Accelerator(cpu=pick_device(device).type == "cpu", kwargs_handlers=[kwargs])

@@ -43,10 +43,10 @@ def column(classifier: Any, given: str | None, kind: str) -> str:
     return given or classifier.about_.get(f"{kind} column", kind)
 
 
-def checked(texts: Any, name: str, where: Any) -> list[str]:
+def checked(texts: Any, name: str, where: Any, first: int = 0) -> list[str]:
     from vecroute.labels import check_texts
 
-    return check_texts(texts, f"column {name!r} of {where}")
+    return check_texts(texts, f"column {name!r} of {where}", first)
 
 
 @contextlib.contextmanager

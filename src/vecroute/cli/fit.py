@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,8 +18,8 @@ def fit(
     encoder: Annotated[str, typer.Option(help="minilm, a name on the hub, or a folder.")] = "minilm",
     head: Annotated[str, typer.Option(help="routing, or paper for the paper's own.")] = "routing",
     epochs: Annotated[int | None, typer.Option(help="At most; by the data if left out.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Texts per step.")] = 32,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
+    batch_size: Annotated[int | None, typer.Option(help="Texts per step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same classifier.")] = 0,
     validation: Annotated[float, typer.Option(help="Fraction of the texts to validate on.")] = 0.1,
     balanced: Annotated[bool, typer.Option(help="Give every class the same weight.")] = False,
@@ -29,22 +29,20 @@ def fit(
     device: Device = None,
 ) -> None:
     """Fit a classifier to a table of texts and labels. Interrupted, the same command goes on."""
+    from vecroute.classifier import RoutingClassifier
+    from vecroute.labels import check_labels
     from vecroute.tables import read_table
 
-    if out.exists():
-        raise ValueError(f"{out} exists: choose another --out, or remove it first")
+    check_place(out)
     table = read_table(data, text, label)
     texts = checked(table[text], text, data)
-    from vecroute.classifier import RoutingClassifier
-
-    out.parent.mkdir(parents=True, exist_ok=True)
+    check_labels(table[label], len(texts), f"column {label!r} of {data}")
     partial = out.with_name(f".{out.name}.partial")
+    given: dict[str, Any] = {"batch_size": batch_size, "lr": lr}
     classifier = RoutingClassifier(
         encoder,
         head=head,
         max_epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
         random_state=seed,
         validation_fraction=validation,
         class_weight="balanced" if balanced else None,
@@ -53,6 +51,7 @@ def fit(
         cache=cache,
         checkpoint=partial,
         device=device,
+        **{name: value for name, value in given.items() if value is not None},
     )
     try:
         with told():
@@ -67,3 +66,12 @@ def fit(
     accuracy = classifier.validation_accuracy_
     validated = "" if accuracy is None else f", validation accuracy {accuracy:.3f}"
     print(f"{out}: {len(classifier.classes_)} classes from {classifier.n_texts_['train']} texts{validated}")
+
+
+def check_place(out: Path) -> None:
+    """Raise now what writing would raise after all the work."""
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another --out, or remove it first")
+    place = next(parent for parent in out.absolute().parents if parent.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ValueError(f"{out} cannot be written: {place} is no folder to write to")

@@ -57,14 +57,19 @@ def read_texts(data: Path, kind: Input, text: str, rows: int) -> Iterator[list[s
     """Texts of a file, or of standard input, some at a time."""
     from vecroute.tables import checked_pieces, read_lines, read_pieces
 
-    if str(data) == "-" and kind is Input.lines:
-        yield from (checked(lines, "line", "standard input") for lines in read_lines(sys.stdin.buffer, rows))
-        return
-    if str(data) == "-":
-        pieces = checked_pieces(sys.stdin.buffer, kind.value, "standard input", text, rows=rows)
+    pieces: Iterator[Any]
+    where = "standard input" if str(data) == "-" else str(data)
+    if str(data) != "-":
+        pieces = (piece[text] for piece in read_pieces(data, text, rows=rows))
+    elif kind is Input.lines:
+        pieces, text = read_lines(sys.stdin.buffer, rows), "line"
     else:
-        pieces = read_pieces(data, text, rows=rows)
-    yield from (checked(piece[text], text, data) for piece in pieces)
+        tables = checked_pieces(sys.stdin.buffer, kind.value, where, text, rows=rows)
+        pieces = (piece[text] for piece in tables)
+    done = 0
+    for piece in pieces:
+        yield checked(piece, text, where, done)
+        done += len(piece)
 
 
 def predicted(classifier: Any, names: list[str], p: list[float]) -> str | list[str]:

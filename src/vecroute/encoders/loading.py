@@ -91,6 +91,23 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, None for the GPU if there is one.
+
+    Raises:
+        ValueError: no device has that name, or it is not there.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be cpu, cuda, cuda:0, ..., got {device!r}") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!s}, but there is no GPU that torch can use")
+    return found
+
+
 def default_dtype(device: torch.device) -> torch.dtype:
     if device.type != "cuda":
         return torch.float32

@@ -10,6 +10,7 @@ from vecroute.encoders.loading import (
     default_dtype,
     load,
     load_tokenizer,
+    pick_device,
     sha256_json,
     tokenizer_sha256,
     weights_sha256,
@@ -114,7 +115,7 @@ class TextEncoder:
         self.revision: str | None = getattr(self.model.config, "_commit_hash", None) or revision
         self.weights_sha256 = weights_sha256(self.model)
         self.tokenizer_sha256 = tokenizer_sha256(tokenizer)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = pick_device(device)
         self.dtype = dtype or default_dtype(self.device)
         self.model = self.model.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         self.stride, self.special_tokens = stride, special_tokens
