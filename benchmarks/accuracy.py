@@ -1,15 +1,15 @@
 """How accurate are the heads on frozen MiniLM? ``python benchmarks/accuracy.py --data DATA --device cuda``.
 
 The hidden states of all depths are computed once. For every task and every head the same budget: 20
-configurations, each trained once and judged on the dev set; then the best one is trained with 5 seeds, and
-only these see the test set. Rows are appended to accuracy_search.csv, accuracy.csv and
+configurations, each trained once, for a short time, and judged on the dev set; then the best one is trained
+with 5 seeds, and only these see the test set. Rows are appended to accuracy_search.csv, accuracy.csv and
 accuracy_differences.csv; ``--plot`` makes the figure from them. corpora.py says what is in DATA.
 """
 
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +19,42 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from corpora import Packed
-from stacked import Recipe, Stack
+from stacked import Recipe, Stack, Training, as_vectors
 
 from vecroute.encoders import TextEncoder
 
 SEEDS = 5
 ROUTING = {"implementation": "reference"}  # which can be stacked
-# Two shapes of each head, and ten recipes for each of them.
-SHAPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "routing": ("routing", [ROUTING, ROUTING | {"n_hid": 16}]),
-    "paper": ("paper", [ROUTING, ROUTING | {"score_scale": 0.1}]),
-    "probe": ("probe", [{}, {"d_mlp": 768}]),
-    "probe, MLPs": ("probe", [{"d_inp_mlp": 384}, {"d_inp_mlp": 768}]),
-    "probe, 4 queries": ("probe_4", [{}, {"d_mlp": 768}]),
-    "PMA": ("pma", [{}, {"n_seeds": 4}]),
-    "Hopfield": ("hopfield", [{"d_mlp": 384}, {"n_states": 4, "d_mlp": 384}]),
-    "scalar mix": ("scalar_mix", [{}, {"d_mlp": 384}]),
-    "mean of all": ("mean_all", [{}, {"d_mlp": 384}]),
-    "mean of last": ("mean_last", [{}, {"d_mlp": 384}]),
-    "CLS": ("cls", [{}, {"d_mlp": 384}]),
+# Of each head two shapes, each with the share of inputs that it is trained without; ten recipes for each.
+SHAPES: dict[str, tuple[str, list[tuple[dict[str, Any], float]]]] = {
+    "routing": ("routing", [(ROUTING, drop) for drop in (0.3, 0.6)]),
+    "paper": ("paper", [(ROUTING, 0.3), (ROUTING | {"score_scale": 0.1}, 0.6)]),
+    "probe": ("probe", [({}, 0.3), ({"d_mlp": 768}, 0.6)]),
+    "probe, MLPs": ("probe", [({"d_inp_mlp": 512, "gated": True}, drop) for drop in (0.3, 0.6)]),
+    "probe, 4 queries": ("probe_4", [({}, 0.3), ({"d_mlp": 768}, 0.6)]),
+    "PMA": ("pma", [({}, 0.3), ({"n_seeds": 4}, 0.6)]),
+    "Hopfield": ("hopfield", [({"d_mlp": 384}, 0.3), ({"n_states": 4, "d_mlp": 384}, 0.6)]),
+    "scalar mix": ("scalar_mix", [({}, 0.0), ({"d_mlp": 384}, 0.3)]),
+    "mean of all": ("mean_all", [({}, 0.0), ({"d_mlp": 384}, 0.3)]),
+    "mean of last": ("mean_last", [({}, 0.0), ({"d_mlp": 384}, 0.3)]),
+    "CLS": ("cls", [({}, 0.0), ({"d_mlp": 384}, 0.0)]),
 }
+BY_DEPTH = ("scalar mix", "mean of all", "mean of last", "CLS")  # heads to which depths are not alike
 RECIPES = [
-    Recipe(lr=lr, weight_decay=decay, drop_inputs=drop, label_smoothing=smoothing)
-    for lr in (1e-3, 3e-3)
-    for decay, drop, smoothing in (
-        (0.05, 0.0, 0.0),
-        (0.05, 0.1, 0.0),
-        (0.05, 0.5, 0.0),
-        (0.05, 0.5, 0.1),
-        (0.5, 0.3, 0.1),
-    )
-]
-TRAINING: dict[str, dict[str, Any]] = {
-    "sst2": {"epochs": 3, "batch_size": 256},
-    "sst5": {"epochs": 3, "batch_size": 256},
-    "imdb": {"epochs": 5, "batch_size": 128, "n_pos": 64},
+    Recipe(lr=lr, weight_decay=decay, label_smoothing=smoothing)
+    for lr in (5e-4, 1e-3, 2e-3)
+    for decay, smoothing in ((0.05, 0.0), (0.05, 0.1), (0.5, 0.1))
+] + [Recipe(lr=3e-3, weight_decay=0.5, label_smoothing=0.1)]
+# The search makes do with less.
+SEARCH = {
+    "sst2": Training(epochs=2, batch_size=256),
+    "sst5": Training(epochs=1, batch_size=256),
+    "imdb": Training(epochs=1, batch_size=128, most=256),
+}
+FINAL = {
+    "sst2": Training(epochs=3, batch_size=256),
+    "sst5": Training(epochs=2, batch_size=256),
+    "imdb": Training(epochs=3, batch_size=128, most=256),
 }
 
 
@@ -66,7 +67,7 @@ class Job:
     name: str
     options: dict[str, Any]
     recipes: list[Recipe]
-    training: dict[str, Any]
+    training: Training
     test: bool = False  # whether to predict the test set too
 
     def __str__(self) -> str:
@@ -80,52 +81,75 @@ class Done:
     test: np.ndarray | None
     parameters: int
     seconds: float
+    weights: dict[str, np.ndarray] | None = None  # [m, ...] each, of what has seen the test set
 
 
 def run_job(job: Job, splits: dict[str, Packed]) -> Done:
+    if job.label not in BY_DEPTH:
+        splits = {name: as_vectors(data) for name, data in splits.items()}
     train = splits["train"]
-    device = str(train.hidden.device)
-    n_cls = corpora.TASKS[job.task]
-    sizes = {"d_emb": train.hidden.shape[-1], "depth": train.hidden.shape[-2], "n_cls": n_cls}
+    depth, d_emb = train.hidden.shape[1:]
+    sizes = {"d_emb": d_emb, "depth": depth, "n_cls": corpora.TASKS[job.task]}
     started = time.perf_counter()
-    stack = Stack(job.name, sizes | job.options, job.recipes, device)
-    stack.fit(train, **job.training, own_order=job.test)
+    stack = Stack(job.name, sizes | job.options, job.recipes, str(train.hidden.device))
+    stack.fit(train, job.training, own_order=job.test)
     dev = stack.predict(splits["dev"]).half().cpu().numpy()  # [m, n, n_cls]
     seconds = time.perf_counter() - started
-    test = stack.predict(splits["test"]).half().cpu().numpy() if job.test else None
-    return Done(job, dev, test, stack.n_parameters, seconds)
+    test, weights = None, None
+    if job.test:
+        test = stack.predict(splits["test"]).half().cpu().numpy()  # [m, n, n_cls]
+        weights = {name: p.half().cpu().numpy() for name, p in stack.average.items()}  # [m, ...] each
+    return Done(job, dev, test, stack.n_parameters, seconds, weights)
 
 
-def work(splits: dict[str, Packed], jobs: Any, results: Any) -> None:
-    """Take jobs until there are none, in a process of its own."""
+def work(splits: dict[str, Packed], jobs: Any, results: Any, share: float) -> None:
+    """Take jobs until there are none, in a process of its own with a share of the GPU's memory."""
     torch.set_num_threads(1)
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
     while (job := jobs.get()) is not None:
         try:
             results.put(run_job(job, splits))
         except Exception as error:  # the others go on
             results.put((job, f"{type(error).__name__}: {error}"))
-            torch.cuda.empty_cache() if torch.cuda.is_available() else None
 
 
-def run_jobs(todo: list[Job], splits: dict[str, Packed], workers: int) -> Iterator[Done]:
-    """Train stacks, several at a time, each in a process of its own; a failed one is told and left out."""
-    context = mp.get_context("spawn")
-    jobs, results = context.Queue(), context.Queue()
-    for job in [*todo, *[None] * workers]:
-        jobs.put(job)
-    processes = [context.Process(target=work, args=(splits, jobs, results)) for _ in range(workers)]
-    for process in processes:
-        process.start()
-    for _ in todo:
-        done = results.get()
-        if isinstance(done, Done):
-            print(f"{done.seconds:6.1f} s  {done.job}", flush=True)
-            yield done
-        else:
-            print(f"FAILED {done[0]}: {done[1]}", flush=True)
-    for process in processes:
-        process.join()
+class Workers:
+    """Processes that train stacks of heads: ``with Workers(splits, 3) as workers``."""
+
+    def __init__(self, splits: dict[str, Packed], n: int):
+        context = mp.get_context("spawn")
+        self.jobs, self.results = context.Queue(), context.Queue()
+        share = 0.0
+        if splits["train"].hidden.is_cuda:
+            free, total = torch.cuda.mem_get_info()
+            share = 0.9 * free / total / n
+        arguments = (splits, self.jobs, self.results, share)
+        self.processes = [context.Process(target=work, args=arguments) for _ in range(n)]
+
+    def __enter__(self) -> "Workers":
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        for _ in self.processes:
+            self.jobs.put(None)
+        for process in self.processes:
+            process.join()
+
+    def run(self, jobs: list[Job]) -> Iterator[Done]:
+        """What comes of the jobs, as they end; a failed one is told and left out."""
+        for job in jobs:
+            self.jobs.put(job)
+        for _ in jobs:
+            done = self.results.get()
+            if isinstance(done, Done):
+                print(f"{done.seconds:6.1f} s  {done.job}", flush=True)
+                yield done
+            else:
+                print(f"FAILED {done[0]}: {done[1]}", flush=True)
 
 
 def search_jobs(task: str, labels: list[str], recipes: list[Recipe]) -> list[Job]:
@@ -133,11 +157,9 @@ def search_jobs(task: str, labels: list[str], recipes: list[Recipe]) -> list[Job
     jobs = []
     for label in labels:
         name, shapes = SHAPES[label]
-        for k, options in enumerate(shapes):
-            seeded = [
-                Recipe(**asdict(recipe) | {"seed": k * len(recipes) + n}) for n, recipe in enumerate(recipes)
-            ]
-            jobs.append(Job(task, label, name, options, seeded, TRAINING[task]))
+        for k, (options, drop) in enumerate(shapes):
+            seeded = [replace(recipe, seed=k * len(recipes) + n) for n, recipe in enumerate(recipes)]
+            jobs.append(Job(task, label, name, options, seeded, replace(SEARCH[task], drop=drop)))
     return jobs
 
 
@@ -148,11 +170,16 @@ def final_jobs(found: list[dict[str, Any]], jobs: list[Job]) -> list[Job]:
         best = max(
             (row for row in found if row["head"] == label), key=lambda row: (row["dev"], -row["dev_nll"])
         )
-        job = next(j for j in jobs if j.label == label and json.dumps(j.options) == best["options"])
-        recipe = json.loads(best["recipe"])
-        recipes = [Recipe(**recipe | {"seed": 100 + seed}) for seed in range(SEEDS)]
-        finals.append(Job(job.task, label, job.name, job.options, recipes, job.training, test=True))
+        job = next(j for j in jobs if j.label == label and all(best[k] == v for k, v in described(j).items()))
+        recipes = [Recipe(**json.loads(best["recipe"]), seed=100 + seed) for seed in range(SEEDS)]
+        training = replace(FINAL[job.task], drop=job.training.drop)
+        finals.append(Job(job.task, label, job.name, job.options, recipes, training, test=True))
     return finals
+
+
+def described(job: Job) -> dict[str, str]:
+    """The columns by which one stack of a head is told from another."""
+    return {"options": json.dumps(job.options), "training": json.dumps(asdict(job.training))}
 
 
 def rows_of(done: Done, splits: dict[str, Packed]) -> Iterator[dict[str, Any]]:
@@ -161,9 +188,8 @@ def rows_of(done: Done, splits: dict[str, Packed]) -> Iterator[dict[str, Any]]:
         row = {
             "task": done.job.task,
             "head": done.job.label,
-            "options": json.dumps(done.job.options),
+            **described(done.job),
             "recipe": json.dumps({name: value for name, value in asdict(recipe).items() if name != "seed"}),
-            "training": json.dumps(done.job.training),
             "seed": recipe.seed,
             "parameters": done.parameters,
             "seconds": done.seconds / len(done.job.recipes),
@@ -232,6 +258,32 @@ def plot(results: Path) -> None:
     figure.savefig(results / "accuracy.png", dpi=150)
 
 
+def run_task(task: str, options: Any, recipes: list[Recipe]) -> None:
+    """Search, choose on the dev set, train with several seeds, test."""
+    about, started = common.about(options.device), time.perf_counter()
+    splits = load_splits(task, ["train", "dev", "test"], options)
+    print(f"{time.perf_counter() - started:6.1f} s  {task}: {len(splits['train'])} texts", flush=True)
+    found, finals = [], []
+    with Workers(splits, options.workers) as workers:
+        jobs = search_jobs(task, options.heads, recipes)
+        for done in workers.run(jobs):
+            rows = [row | about for row in rows_of(done, splits)]
+            common.append(options.results / "accuracy_search.csv", rows)
+            found += rows
+        for done in workers.run(final_jobs(found, jobs)):
+            rows = [row | about for row in rows_of(done, splits)]
+            common.append(options.results / "accuracy.csv", rows)
+            finals.append(done)
+            test = [100 * row["test"] for row in rows]
+            print(f"{task} {done.job.label}: test {np.mean(test):.2f} ({np.std(test):.2f})", flush=True)
+            if options.save and done.job.label == "routing":
+                options.save.mkdir(parents=True, exist_ok=True)
+                np.savez(options.save / f"{task}.npz", **{k: p[:3] for k, p in done.weights.items()})
+    if told := differences(task, finals, np.array(splits["test"].label.tolist())):
+        common.append(options.results / "accuracy_differences.csv", [row | about for row in told])
+    print(f"{time.perf_counter() - started:6.1f} s  {task}: done", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, help="folder of the texts")
@@ -239,8 +291,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--encoder", default="minilm")
     parser.add_argument("--tasks", nargs="+", choices=corpora.TASKS, default=list(corpora.TASKS))
     parser.add_argument("--heads", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--workers", type=int, default=8, help="processes that train at a time")
+    parser.add_argument("--workers", type=int, default=3, help="processes that train at a time")
     parser.add_argument("--limit", type=int, help="use so many texts of each split only")
+    parser.add_argument("--save", type=Path, help="folder for the weights of routing, of three seeds")
     parser.add_argument("--plot", action="store_true", help="only make the figure from the rows")
     options = parser.parse_args(arguments)
     if options.plot:
@@ -248,29 +301,8 @@ def main(arguments: list[str] | None = None) -> None:
     recipes = RECIPES
     if options.short:
         options.limit, options.workers, recipes = options.limit or 100, 1, RECIPES[:2]
-    about = common.about(options.device)
     for task in options.tasks:
-        started = time.perf_counter()
-        splits = load_splits(task, ["train", "dev", "test"], options)
-        print(f"{time.perf_counter() - started:6.1f} s  {task}: {len(splits['train'])} texts", flush=True)
-        jobs = search_jobs(task, options.heads, recipes)
-        found = []
-        for done in run_jobs(jobs, splits, options.workers):
-            rows = [row | about for row in rows_of(done, splits)]
-            common.append(options.results / "accuracy_search.csv", rows)
-            found += rows
-        finals = []
-        for done in run_jobs(final_jobs(found, jobs), splits, options.workers):
-            rows = [row | about for row in rows_of(done, splits)]
-            common.append(options.results / "accuracy.csv", rows)
-            finals.append(done)
-            print(
-                f"{task} {done.job.label}: test {100 * np.mean([row['test'] for row in rows]):.2f}",
-                flush=True,
-            )
-        if told := differences(task, finals, np.array(splits["test"].label.tolist())):
-            common.append(options.results / "accuracy_differences.csv", [row | about for row in told])
-        print(f"{time.perf_counter() - started:6.1f} s  {task}: done", flush=True)
+        run_task(task, options, recipes)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Train many heads of one shape at once: their parameters are stacked, and each has a recipe of its own.
 
-What a step costs on a GPU is mostly to launch it, so twenty small heads take hardly longer than one.
+What a step costs on a GPU is mostly to launch it, so ten small heads take hardly longer than one. There the
+step is captured in a CUDA graph for each length of the batches, too.
 """
 
 import math
@@ -15,7 +16,10 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from vecroute.heads import make_head
 
+CAPTURE = True  # steps on a GPU
 BETAS, EPS, CLIP_NORM, WARM_UP = (0.9, 0.999), 1e-8, 1.0, 0.1
+LENGTHS = [8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768]  # of batches
+LENGTHS += [2**k for k in range(10, 16)]
 
 
 @dataclass(frozen=True)
@@ -24,18 +28,33 @@ class Recipe:
 
     Args:
         lr, weight_decay: of AdamW.
-        drop_inputs: share of the input vectors left out at each step, never all of a sample.
         label_smoothing: share of each target that is spread over all classes.
         average: the weights that are kept are a running mean over about this share of all steps.
-        seed: of the initial weights, of the order of the samples, and of the inputs left out.
+        seed: of the initial weights and of the order of the samples.
     """
 
     lr: float = 3e-3
     weight_decay: float = 0.05
-    drop_inputs: float = 0.1
     label_smoothing: float = 0.0
     average: float = 0.05
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the heads of a stack share.
+
+    Args:
+        epochs: how often they see every sample.
+        batch_size: samples per step.
+        drop: share of the inputs of a sample, drawn anew each time, that it is seen without.
+        most: at most so many inputs of a sample are seen at a time.
+    """
+
+    epochs: float
+    batch_size: int
+    drop: float = 0.0
+    most: int | None = None
 
 
 class Stack:
@@ -54,7 +73,7 @@ class Stack:
         options: dict[str, Any],
         recipes: list[Recipe],
         device: str,
-        max_vectors: int = 500_000,
+        max_vectors: int = 250_000,
     ):
         heads = [make_head(name, seed=r.seed, **options).to(device) for r in recipes]
         self.head = heads[0]
@@ -71,154 +90,186 @@ class Stack:
         return torch.tensor([float(getattr(recipe, name)) for recipe in self.recipes], device=self.device)
 
     def scores(self, parameters: dict[str, Tensor], hidden: Tensor, mask: Tensor) -> Tensor:
-        """[m, b, n_cls] of hidden states [(m,) b, n_pos, depth, d] and masks [(m,) b, n_pos, depth]."""
+        """[m, b, n_cls] of hidden states [1 or m, b, n_pos, depth, d] and masks [1 or m, b, n_pos]."""
+        own = 0 if len(hidden) == len(self.recipes) else None
         one = vmap(
             lambda p, x, keep: functional_call(self.head, p, (x, keep)),
-            in_dims=(0, 0 if hidden.dim() == 5 else None, 0 if mask.dim() == 4 else None),
+            in_dims=(0, own, own),
             randomness="different",
         )
-        return one(parameters, hidden, mask)
+        return one(parameters, *((hidden, mask) if own == 0 else (hidden[0], mask[0])))
 
-    def fit(
-        self,
-        data: Packed,
-        *,
-        epochs: float,
-        batch_size: int,
-        n_pos: int | None = None,
-        own_order: bool = False,
-    ) -> None:
-        """Train all heads.
-
-        Args:
-            data: what they learn from.
-            epochs: how often they see it.
-            batch_size: samples per step.
-            n_pos: at most so many positions of a sample, drawn at random, are used in a step.
-            own_order: whether each head sees the samples in an order of its own, or all in that of the first.
-        """
+    def fit(self, data: Packed, training: Training, *, own_order: bool = False) -> None:
+        """Train all heads on the data, each in an order of samples of its own or all in that of the first."""
         self.head.train()
-        torch.manual_seed(self.recipes[0].seed)  # for what is random inside of heads
-        generator = torch.Generator(self.device).manual_seed(self.recipes[0].seed)
+        torch.manual_seed(self.recipes[0].seed)  # for what is random inside of heads, too
         seeds = [recipe.seed for recipe in self.recipes] if own_order else [self.recipes[0].seed]
         orders = [torch.Generator(self.device).manual_seed(1000 + seed) for seed in seeds]
-        optimizer = Optimizer(self)
-        per_epoch = math.ceil(len(data) / batch_size)
-        total, done = max(round(epochs * per_epoch), 1), 0
-        while done < total:
-            for which in batches(data, batch_size, orders):  # [1 or m, b]
-                if done == total:
-                    break
-                self._step(data, which, n_pos, generator)
-                optimizer.step(done, total)
-                done += 1
-
-    def _step(self, data: Packed, which: Tensor, n_pos: int | None, generator: torch.Generator) -> None:
-        """Gradients of the mean loss over some samples, as many at a time as memory is meant for."""
-        longest = int(data.length[which].max())
-        longest = min(longest, n_pos or longest)
-        size = max(1, self.max_vectors // (longest * self.depth * len(self.recipes)))
-        drop, smoothing = self.column("drop_inputs"), self.column("label_smoothing")[:, None]  # [m], [m, 1]
-        for part in which.split(size, dim=1):
-            hidden, mask = gather(data, part, longest, generator)  # [(m,) b, n, depth, d], [1 or m, b, n]
-            used = mask[..., None].expand(-1, -1, -1, self.depth)  # [1 or m, b, n, depth]
-            shape = (len(drop), *used.shape[1:])
-            drawn = torch.rand(shape, device=self.device, generator=generator)  # [m, b, n, depth]
-            keep = used & (drawn >= drop[:, None, None, None])  # [m, b, n, depth]
-            keep = torch.where(keep.any((2, 3), keepdim=True), keep, used)  # [m, b, n, depth]
-            log_p = self.scores(self.parameters, hidden, keep).log_softmax(-1)  # [m, b, n_cls]
-            label = data.label[part].expand(len(drop), -1)  # [m, b]
-            right = log_p.gather(-1, label[..., None])[..., 0]  # [m, b]
-            loss = -((1 - smoothing) * right + smoothing * log_p.mean(-1))  # [m, b]
-            (loss.sum() / which.shape[1]).backward()
+        per_epoch = math.ceil(len(data) / training.batch_size)
+        steps = Steps(self, max(round(training.epochs * per_epoch), 1))
+        while steps.done < steps.total:
+            for which in batches(data, training.batch_size, orders):  # [1 or m, b]
+                if steps.done < steps.total:
+                    steps(*gather(data, which, training), data.label[which])
 
     @torch.no_grad()
-    def predict(self, data: Packed, batch_positions: int = 20_000) -> Tensor:
+    def predict(self, data: Packed, batch_inputs: int = 100_000) -> Tensor:
         """The probabilities [m, n, n_cls] by the averaged weights."""
         self.head.eval()
         found = torch.empty(len(self.recipes), len(data), self.n_cls, device=self.device)  # [m, n, n_cls]
-        batch_positions = min(batch_positions, self.max_vectors * 4 // (self.depth * len(self.recipes)))
+        batch_inputs = min(batch_inputs, self.max_vectors * 2 // len(self.recipes))
         order = data.length.argsort()  # [n]
         lengths, start = data.length[order].tolist(), 0
         while start < len(order):
             end = start + 1
-            while end < len(order) and (end + 1 - start) * lengths[end] <= batch_positions:
+            while end < len(order) and (end + 1 - start) * lengths[end] * self.depth <= batch_inputs:
                 end += 1
             which = order[None, start:end]  # [1, b]
-            hidden, mask = gather(data, which, lengths[end - 1])  # [b, n, depth, d], [1, b, n]
-            mask = mask[0, ..., None].expand(-1, -1, self.depth)  # [b, n, depth]
-            found[:, which[0]] = self.scores(self.average, hidden, mask).softmax(-1)
+            found[:, which[0]] = self.scores(self.average, *gather(data, which)).softmax(-1)
             start = end
         return found
 
 
-class Optimizer:
-    """AdamW with the learning rate, weight decay and gradient norm of each head, and the running mean."""
+class Steps:
+    """The steps of training a stack: AdamW with the numbers of each head, and the running mean."""
 
-    def __init__(self, stack: Stack):
-        self.stack, self.p = stack, list(stack.parameters.values())
+    def __init__(self, stack: Stack, total: int):
+        self.stack, self.total, self.done = stack, total, 0
+        self.p, self.average = list(stack.parameters.values()), list(stack.average.values())
         self.first, self.second = ([torch.zeros_like(p) for p in self.p] for _ in range(2))
-        self.average = list(stack.average.values())
         self.lr, self.decay = stack.column("lr"), stack.column("weight_decay")  # [m] each
-        self.share = stack.column("average")  # [m]
+        self.smoothing = stack.column("label_smoothing")[:, None]  # [m, 1]
+        self.window = (stack.column("average") * total).clamp(min=1)  # [m]
+        # What changes from step to step: the rate of learning, two corrections, how much the mean may keep.
+        self.now = torch.zeros(4, device=stack.device)
+        self.graphs: dict[Any, Any] = {}
+
+    def __call__(self, hidden: Tensor, mask: Tensor, label: Tensor) -> None:
+        """A step on hidden states [1 or m, b, n, depth, d], mask [1 or m, b, n] and labels [1 or m, b]."""
+        done, total = self.done, self.total
+        rate = min(1.0, (done + 1) / (WARM_UP * total)) * (1 + math.cos(math.pi * done / total)) / 2
+        now = [rate, 1 - BETAS[0] ** (done + 1), 1 - BETAS[1] ** (done + 1), (1 + done) / (10 + done)]
+        for slot, value in zip(self.now, now, strict=True):
+            slot.fill_(value)
+        if hidden.is_cuda and CAPTURE:
+            self.replay(hidden, mask, label)
+        else:
+            self.step(hidden, mask, label)
+        self.done += 1
+
+    def replay(self, *inputs: Tensor) -> None:
+        """The step as a CUDA graph, captured when inputs of these shapes come for the first time."""
+        key = tuple(inputs[0].shape)
+        if key not in self.graphs:
+            copies = [t.clone() for t in inputs]
+            state = [t.detach().clone() for t in self.state()]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.step(*copies)  # sets up what is set up once
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
+            with torch.cuda.graph(graph, pool=pool):
+                self.step(*copies)
+            with torch.no_grad():
+                for tensor, before in zip(self.state(), state, strict=True):
+                    tensor.copy_(before)
+            self.graphs[key] = graph, copies
+        graph, copies = self.graphs[key]
+        for copy, tensor in zip(copies, inputs, strict=True):
+            copy.copy_(tensor)
+        graph.replay()
+
+    def state(self) -> list[Tensor]:
+        return [*self.p, *self.average, *self.first, *self.second]
+
+    def step(self, hidden: Tensor, mask: Tensor, label: Tensor) -> None:
+        self.update(self.gradients(hidden, mask, label))
+
+    def gradients(self, hidden: Tensor, mask: Tensor, label: Tensor) -> list[Tensor]:
+        """Of the mean loss over the samples, as many at a time as memory is meant for."""
+        m, (b, n, depth) = len(self.lr), hidden.shape[1:4]
+        size = max(1, self.stack.max_vectors // (n * depth * m))
+        gradients: list[Tensor] = []
+        parts = zip(*(t.split(size, dim=1) for t in (hidden, mask, label)), strict=True)
+        for x, keep, y in parts:
+            log_p = self.stack.scores(self.stack.parameters, x, keep).log_softmax(-1)  # [m, b, n_cls]
+            right = log_p.gather(-1, y.expand(m, -1)[..., None])[..., 0]  # [m, b]
+            loss = -((1 - self.smoothing) * right + self.smoothing * log_p.mean(-1))  # [m, b]
+            found = torch.autograd.grad(loss.sum() / b, self.p, materialize_grads=True)
+            gradients = [a + c for a, c in zip(gradients, found, strict=True)] if gradients else list(found)
+        return gradients
 
     def like(self, values: Tensor) -> list[Tensor]:
         """values [m], in the shape that multiplies each parameter."""
         return [values.reshape(-1, *[1] * (p.dim() - 1)) for p in self.p]
 
     @torch.no_grad()
-    def step(self, done: int, total: int) -> None:
-        gradients: list[Any] = [p.grad for p in self.p]
+    def update(self, gradients: list[Tensor]) -> None:
+        rate, first_sum, second_sum, keeps = self.now
         squares = torch.stack([g.reshape(len(g), -1).square().sum(1) for g in gradients])  # [parameters, m]
         clip = (CLIP_NORM / squares.sum(0).sqrt().clamp(min=1e-12)).clamp(max=1.0)  # [m]
-        torch._foreach_mul_(gradients, self.like(clip))
-        rate = min(1.0, (done + 1) / (WARM_UP * total)) * (1 + math.cos(math.pi * done / total)) / 2
+        gradients = torch._foreach_mul(gradients, self.like(clip))
         torch._foreach_lerp_(self.first, gradients, 1 - BETAS[0])
         torch._foreach_mul_(self.second, BETAS[1])
         torch._foreach_addcmul_(self.second, gradients, gradients, 1 - BETAS[1])
-        denominator = torch._foreach_div(self.second, 1 - BETAS[1] ** (done + 1))
-        torch._foreach_sqrt_(denominator)
+        denominator = torch._foreach_sqrt(self.second)
         torch._foreach_add_(denominator, EPS)
         torch._foreach_mul_(self.p, self.like(1 - rate * self.lr * self.decay))
         update = torch._foreach_div(self.first, denominator)
-        torch._foreach_mul_(update, self.like(-rate * self.lr / (1 - BETAS[0] ** (done + 1))))
+        torch._foreach_mul_(update, self.like(-rate * self.lr * second_sum.sqrt() / first_sum))
         torch._foreach_add_(self.p, update)
-        keep = (1 - 1 / (self.share * total).clamp(min=1)).clamp(max=(1 + done) / (10 + done))  # [m]
+        kept = torch.minimum(1 - 1 / self.window, keeps)  # [m]
         difference = torch._foreach_sub(self.p, self.average)
-        torch._foreach_mul_(difference, self.like(1 - keep))
+        torch._foreach_mul_(difference, self.like(1 - kept))
         torch._foreach_add_(self.average, difference)
-        for p in self.p:
-            p.grad = None
 
 
 def batches(data: Packed, batch_size: int, generators: list[torch.Generator]) -> Iterator[Tensor]:
-    """All samples in batches [len(generators), b] of about one length, in random order."""
-    noise = torch.stack(
-        [torch.rand(len(data), device=data.start.device, generator=g) for g in generators]
-    )  # [m, n]
-    order = (data.length * (1 + 0.2 * noise) + 2 * noise).argsort(-1)  # [m, n]
-    parts = order.split(batch_size, dim=1)
-    for k in torch.randperm(
-        len(parts), generator=generators[0], device=data.start.device
-    ).tolist():  # the same for all, so that lengths agree
+    """All samples in batches [len(generators), b] of about one length, in random order.
+
+    So that all batches are whole, some samples come twice.
+    """
+    device = data.start.device
+    n = min(batch_size, len(data))
+    missing = -len(data) % n
+    orders = []
+    for generator in generators:
+        order = torch.randperm(len(data), device=device, generator=generator)
+        order = torch.cat([order, order[:missing]])  # [n]
+        noise = torch.rand(len(order), device=device, generator=generator)  # [n]
+        orders.append(order[(data.length[order] * (1 + 0.2 * noise) + 2 * noise).argsort()])
+    parts = torch.stack(orders).split(n, dim=1)  # [m, b] each
+    # In one order for all, so that lengths agree.
+    for k in torch.randperm(len(parts), device=device, generator=generators[0]).tolist():
         yield parts[k]
 
 
-def gather(
-    data: Packed, which: Tensor, n_pos: int, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """Hidden states [b, n, depth, d], or [m, b, n, depth, d], of samples [m, b], and their mask [m, b, n].
+def gather(data: Packed, which: Tensor, training: Training | None = None) -> tuple[Tensor, Tensor]:
+    """Hidden states [m, b, n, depth, d] of samples [m, b], and their mask [m, b, n].
 
-    Samples that are longer than n_pos give so many positions, drawn at random.
+    For training a part of the positions, drawn at random, and n out of few numbers.
     """
     length = data.length[which][..., None]  # [m, b, 1]
-    column = torch.arange(n_pos, device=which.device)  # [n]
-    mask = column < length  # [m, b, n]
     longest = int(length.max())
-    if longest > n_pos:
-        drawn = torch.rand(*which.shape, longest, device=which.device, generator=generator)  # [m, b, longest]
-        drawn = drawn.masked_fill(torch.arange(longest, device=which.device) >= length, 2.0)
-        column = drawn.argsort(-1)[..., :n_pos]  # [m, b, n]
-    rows = data.start[which][..., None] + column  # [m, b, n]
-    hidden = data.hidden[torch.where(mask, rows, 0)].float()  # [m, b, n, depth, d]
-    return hidden[0] if len(which) == 1 else hidden, mask
+    column = torch.arange(longest, device=which.device)  # [n]
+    if training is not None:
+        if training.drop or training.most:
+            drawn = torch.rand(*which.shape, longest, device=which.device)  # [m, b, n]
+            column = drawn.masked_fill(column >= length, 2.0).argsort(-1)  # [m, b, n]
+            length = (length * (1 - training.drop)).ceil().long().clamp(1, training.most)  # [m, b, 1]
+            longest = int(length.max())
+        n = next(n for n in LENGTHS if n >= longest)
+        column = torch.nn.functional.pad(column, (0, n))[..., :n]  # [m, b, n]
+        longest = n
+    mask = torch.arange(longest, device=which.device) < length  # [m, b, n]
+    rows = torch.where(mask, data.start[which][..., None] + column, 0)  # [m, b, n]
+    return data.hidden[rows].float(), mask
+
+
+def as_vectors(data: Packed) -> Packed:
+    """The same hidden states as positions of depth 1, for heads to which all depths are alike."""
+    depth = data.hidden.shape[1]
+    hidden = data.hidden.flatten(0, 1)[:, None]  # [total depth, 1, d_emb]
+    return Packed(hidden, data.start * depth, data.length * depth, data.label)
