@@ -30,7 +30,7 @@ ROWS = [
         "stability",
         "storage",
     },
-    {"training", "sampling", "progress", "labels", "tables", "heads", "encoders", "distributed"},
+    {"training", "sampling", "progress", "labels", "tables", "images", "heads", "encoders", "distributed"},
     {"classifier", "pretrained", "evaluation", "explain"},
     {"cli", "serve", "demo", "__main__"},
 ]

@@ -1,0 +1,262 @@
+"""Images as people have them: files, PIL images, arrays, folders by class; checked, upright, in RGB."""
+
+import hashlib
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from vecroute.storage import require
+
+logger = logging.getLogger(__name__)
+
+MAX_PIXELS = 64_000_000  # of an image; below what Pillow takes for an attack
+SUFFIXES = {
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".gif",
+    ".bmp",
+    ".webp",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".jp2",
+    ".avif",
+}
+N_NAMED = 5  # files named in a message
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image: a file that is read when it is needed, or pixels. Two are equal if they hold the same."""
+
+    key: str  # sha256 of the file or the pixels
+    name: str = field(compare=False)  # what messages call it
+    source: Any = field(compare=False, repr=False)  # Path, or a PIL image in RGB
+
+    @classmethod
+    def of(cls, source: Any, name: str = "image") -> "Picture":
+        """A picture of a path, PIL image, array or tensor.
+
+        Args:
+            source: a path; a PIL image; an array [height, width], [height, width, 1, 3 or 4]; a tensor
+                [height, width] or [1, 3 or 4, height, width]. Numbers are uint8, uint16, bool, or floats
+                from 0 to 1.
+            name: what messages call it, where it is no file.
+
+        Raises:
+            TypeError, ValueError: something else, or a file that is not there, is empty or is no image.
+        """
+        if isinstance(source, Picture):
+            return source
+        if isinstance(source, str | Path):
+            path = Path(source)
+            data = file_bytes(path)
+            with opened(path, str(path)):
+                pass
+            return cls(hashlib.sha256(b"file" + data).hexdigest(), str(path), path)
+        if isinstance(source, require("PIL.Image", "images").Image):
+            image = decoded(source, name)
+        elif isinstance(source, np.ndarray | Tensor):
+            image = from_array(source, name)
+        else:
+            raise TypeError(f"{name} must be a path, a PIL image or an array, got {type(source).__name__}")
+        digest = hashlib.sha256(f"pixels {image.size}".encode() + image.tobytes())
+        return cls(digest.hexdigest(), name, image)
+
+    def open(self) -> Any:
+        """The image in RGB, upright, as a PIL image.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        if not isinstance(self.source, Path):
+            return self.source
+        with opened(self.source, self.name) as image:
+            return decoded(image, self.name)
+
+
+class Folder(NamedTuple):
+    """What ``read_folder`` found: paths and the label of each, and the files that were left out."""
+
+    paths: list[Path]
+    labels: list[str]
+    skipped: list[Path]
+
+
+def check_images(X: Any, name: str = "X") -> list[Picture]:
+    """Several images as a list of pictures; errors call them by the name and their row.
+
+    Raises:
+        TypeError: one image instead of several, or something that is no image.
+        ValueError: no images, a missing one, or one that cannot be read.
+    """
+    single = require("PIL.Image", "images").Image
+    one_array = isinstance(X, np.ndarray | Tensor) and X.ndim in (2, 3)
+    if isinstance(X, str | Path | Picture | single) or one_array:
+        raise TypeError(f"{name} must be a list of images, got one: put it in a list")
+    if not isinstance(X, Iterable) or isinstance(X, dict | set):
+        raise TypeError(f"{name} must be a list of images, got {type(X).__name__}")
+    pictures = [Picture.of(row, f"image {k} of {name}") for k, row in enumerate(X)]
+    if not pictures:
+        raise ValueError(f"{name} must be a list of images, got none")
+    return pictures
+
+
+def read_folder(folder: str | os.PathLike) -> Folder:
+    """The images of a folder that has a folder for each class, in order; files that are no images are named.
+
+    Files without the name of an image, such as notes.txt, and images outside of the folders of classes are
+    left out, with a warning.
+
+    Raises:
+        ValueError: no such folder, fewer than two classes with images, or a file that is called an image
+            and is none.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise ValueError(f"{root} is no folder of images")
+    paths, labels, skipped, broken = [], [], [], []
+    for path in files_in(root):
+        inside = path.relative_to(root).parts
+        if len(inside) < 2 or path.suffix.lower() not in SUFFIXES or inside[-1].startswith("."):
+            skipped.append(path)
+            continue
+        try:
+            with opened(path, str(path)):
+                paths.append(path)
+                labels.append(inside[0])
+        except ValueError as error:
+            broken.append(str(error))
+    if broken:
+        more = f" (and {len(broken) - 1} more like it)" if len(broken) > 1 else ""
+        raise ValueError(f"{broken[0]}{more}: remove it from {root} or replace it")
+    if skipped:
+        logger.warning("%d files of %s are left out: %s", len(skipped), root, listed(skipped))
+    classes = sorted(set(labels))
+    if len(classes) < 2:
+        found = f"images in {classes[0]} alone" if classes else "no images in them"
+        raise ValueError(f"{root} must have a folder of images for each of two classes or more, got {found}")
+    return Folder(paths, labels, skipped)
+
+
+def files_in(root: Path) -> Iterator[Path]:
+    """Every file below a folder, in order of names."""
+    for place, folders, files in os.walk(root):
+        folders.sort()
+        yield from (Path(place) / file for file in sorted(files))
+
+
+def listed(paths: Sequence[Path]) -> str:
+    """The first names, and how many more."""
+    rest = len(paths) - N_NAMED
+    return ", ".join(map(str, paths[:N_NAMED])) + (f" and {rest} more" if rest > 0 else "")
+
+
+def file_bytes(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if not data:
+        raise ValueError(f"{path} is empty: it has 0 bytes")
+    return data
+
+
+def opened(path: Path, name: str) -> Any:
+    """The image of a file, its header read and its size checked, for a ``with`` statement.
+
+    Raises:
+        ValueError: no image, or one of no or too many pixels.
+    """
+    pil = require("PIL.Image", "images")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pil.DecompressionBombWarning)  # check_size refuses it
+            image = pil.open(path)
+    except pil.DecompressionBombError as error:
+        raise ValueError(f"{name} has more than the {MAX_PIXELS:,} pixels that are read") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"{name} cannot be read: no such file") from error
+    except Exception as error:  # what a decoder meets in damaged files has no one type
+        raise ValueError(f"{name} is no image that can be read, or it is damaged") from error
+    try:
+        check_size(image.size, name)
+    except ValueError:
+        image.close()
+        raise
+    return image
+
+
+def check_size(size: tuple[int, int], name: str) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise ValueError(f"{name} must have pixels, got {width} x {height}")
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"{name} has {width} x {height} pixels, more than the {MAX_PIXELS:,} that are read")
+
+
+def decoded(image: Any, name: str) -> Any:
+    """The first frame in RGB, turned as its EXIF data say, over white where it is transparent.
+
+    Raises:
+        ValueError: damaged pixels, or numbers whose range is not known.
+    """
+    check_size(image.size, name)
+    try:
+        if getattr(image, "n_frames", 1) > 1:
+            logger.warning("%s has %d frames: the first is used", name, image.n_frames)
+        image.load()
+        upright = require("PIL.ImageOps", "images").exif_transpose(image)
+    except Exception as error:  # as above
+        raise ValueError(f"{name} is damaged or truncated: {error}") from error
+    if upright.mode.startswith("I") or upright.mode == "F":
+        return from_array(np.asarray(upright), name)
+    if upright.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in upright.info:
+        colours = upright.convert("RGBA")
+        white = require("PIL.Image", "images").new("RGBA", colours.size, "white")
+        return require("PIL.Image", "images").alpha_composite(white, colours).convert("RGB")
+    return upright.convert("RGB")
+
+
+def from_array(values: Any, name: str) -> Any:
+    """A PIL image in RGB of an array or tensor, see ``Picture.of``.
+
+    Raises:
+        TypeError, ValueError: another shape, or numbers whose range is not known.
+    """
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = (
+            values.permute(1, 2, 0) if values.dim() == 3 else values
+        ).numpy()  # [height, width, 1, 3 or 4]
+    array = np.asarray(values)
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
+        expected = "[height, width] or [height, width, 1, 3 or 4]"
+        raise ValueError(f"{name} must be an array {expected}, got {list(array.shape)}")
+    check_size(array.shape[1::-1], name)
+    array = as_bytes(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array, name)
+    return decoded(require("PIL.Image", "images").fromarray(array), name)
+
+
+def as_bytes(array: np.ndarray, name: str) -> np.ndarray:
+    """An array as uint8, 0 to 255, from the whole range of its type."""
+    if array.dtype == np.uint8:
+        return np.ascontiguousarray(array)
+    if array.dtype == np.bool_:
+        return array * np.uint8(255)
+    low, high = array.min(), array.max()
+    if array.dtype == np.uint16:
+        return np.round(array / 257).astype(np.uint8)
+    if np.issubdtype(array.dtype, np.floating) and low >= 0 and high <= 1:
+        return np.round(array * 255).astype(np.uint8)
+    expected = "uint8, uint16, bool, or floats from 0 to 1"
+    raise ValueError(f"{name} must be {expected}, got {array.dtype} from {low} to {high}")
