@@ -49,12 +49,12 @@ RECIPES = [
 SEARCH = {
     "sst2": Training(epochs=2, batch_size=256),
     "sst5": Training(epochs=1, batch_size=256),
-    "imdb": Training(epochs=1, batch_size=128, most=256),
+    "imdb": Training(epochs=1, batch_size=128, most=192),
 }
 FINAL = {
     "sst2": Training(epochs=3, batch_size=256),
     "sst5": Training(epochs=2, batch_size=256),
-    "imdb": Training(epochs=3, batch_size=128, most=256),
+    "imdb": Training(epochs=3, batch_size=128, most=192),
 }
 
 
@@ -152,12 +152,12 @@ class Workers:
                 print(f"FAILED {done[0]}: {done[1]}", flush=True)
 
 
-def search_jobs(task: str, labels: list[str], recipes: list[Recipe]) -> list[Job]:
+def search_jobs(task: str, labels: list[str], recipes: list[Recipe], n_shapes: int) -> list[Job]:
     """The configurations of some heads. Each has a seed of its own, the same for every head."""
     jobs = []
     for label in labels:
         name, shapes = SHAPES[label]
-        for k, (options, drop) in enumerate(shapes):
+        for k, (options, drop) in enumerate(shapes[:n_shapes]):
             seeded = [replace(recipe, seed=k * len(recipes) + n) for n, recipe in enumerate(recipes)]
             jobs.append(Job(task, label, name, options, seeded, replace(SEARCH[task], drop=drop)))
     return jobs
@@ -265,7 +265,7 @@ def run_task(task: str, options: Any, recipes: list[Recipe]) -> None:
     print(f"{time.perf_counter() - started:6.1f} s  {task}: {len(splits['train'])} texts", flush=True)
     found, finals = [], []
     with Workers(splits, options.workers) as workers:
-        jobs = search_jobs(task, options.heads, recipes)
+        jobs = search_jobs(task, options.heads, recipes, options.shapes)
         for done in workers.run(jobs):
             rows = [row | about for row in rows_of(done, splits)]
             common.append(options.results / "accuracy_search.csv", rows)
@@ -291,6 +291,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--encoder", default="minilm")
     parser.add_argument("--tasks", nargs="+", choices=corpora.TASKS, default=list(corpora.TASKS))
     parser.add_argument("--heads", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", type=int, default=2, help="search so many shapes of each head only")
     parser.add_argument("--workers", type=int, default=3, help="processes that train at a time")
     parser.add_argument("--limit", type=int, help="use so many texts of each split only")
     parser.add_argument("--save", type=Path, help="folder for the weights of routing, of three seeds")
