@@ -284,7 +284,10 @@ def windows(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
         yield group
 
 
-def text_key(text: str) -> str:
+def text_key(text: Any) -> str:
+    """What a text is known by; an image, a ``Picture``, brings a key of its own."""
+    if not isinstance(text, str):
+        return text.key
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -26,6 +26,14 @@ def load(name: str, revision: str | None, tokenizer: Any) -> tuple[nn.Module, An
         ValueError: not found, not reachable, or weights missing in what was found.
     """
     source = find_minilm() if name == "minilm" else name
+    model = load_model(name, source, revision)
+    if model.config.is_encoder_decoder:
+        model = model.get_encoder()
+    return model, tokenizer or load_tokenizer(str(source), revision)
+
+
+def load_model(name: str, source: str, revision: str | None) -> Any:
+    """Load a Transformer without what only pools its hidden states, and check that no weight is missing."""
     try:
         with quiet():
             model, info = transformers.AutoModel.from_pretrained(
@@ -36,12 +44,12 @@ def load(name: str, revision: str | None, tokenizer: Any) -> tuple[nn.Module, An
     # A pooler makes no hidden state, and checkpoints trained without one would get a random one here.
     if hasattr(model, "pooler"):
         model.pooler = None
-    missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
+    if hasattr(model, "use_head"):
+        model.head, model.use_head = None, False
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith(("pooler.", "head.")))
     if missing:
         raise ValueError(f"encoder {name!r} lacks {len(missing)} of its weights, the first {missing[0]}")
-    if model.config.is_encoder_decoder:
-        model = model.get_encoder()
-    return model, tokenizer or load_tokenizer(str(source), revision)
+    return model
 
 
 def load_tokenizer(name: str, revision: str | None) -> Any:
@@ -50,6 +58,15 @@ def load_tokenizer(name: str, revision: str | None) -> Any:
             return transformers.AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"tokenizer of {name!r} could not be loaded: {first_line(error)}") from error
+
+
+def load_image_processor(name: str, revision: str | None) -> Any:
+    """The image processor of a vision encoder, the one on PIL and numpy, which is the same everywhere."""
+    try:
+        with quiet():
+            return transformers.AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"image processor of {name!r} could not be loaded: {first_line(error)}") from error
 
 
 def find_minilm() -> str:

@@ -1,0 +1,269 @@
+"""Frozen vision Transformers: images in, the hidden states of every patch at every depth out."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vecroute.encoders.loading import (
+    default_dtype,
+    load_image_processor,
+    load_model,
+    pick_device,
+    sha256_json,
+    weights_sha256,
+)
+from vecroute.encoders.text import Batch, check_depths
+from vecroute.images import MAX_PIXELS, Picture, check_images
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+class Patches(NamedTuple):
+    """Where each routed position of an image comes from, in pixels of the image as it was given."""
+
+    boxes: list[Box]  # inside the image; zeros for special tokens
+    special: list[bool]  # put there by the encoder, not by the image
+    names: list[str]  # such as "row 2, column 5"
+    grid: tuple[int, int]  # rows and columns of patches
+
+
+class Seen(NamedTuple):
+    """An image ready for the encoder, which reads it no earlier than it needs it."""
+
+    picture: Picture
+    n_pos: int  # how many positions are routed
+
+
+class VisionEncoder:
+    """A frozen Hugging Face vision Transformer that gives all its hidden states.
+
+    Images are resized, cropped and scaled as the encoder's own image processor does it. Special tokens, such
+    as [CLS], are the positions whose embeddings do not depend on the image; all others are patches, row by
+    row.
+
+    Args:
+        model: a name on the Hugging Face hub, a folder, or a loaded model (frozen in place). Of a model of
+            texts and images the part for images is used.
+        processor: a loaded image processor, None for the one that comes with the model.
+        depths: which hidden states to give, 0 for the embeddings, negative from the end; None for all.
+        special_tokens: whether the special tokens are routed too, as in the paper.
+        revision: branch, tag or commit on the hub.
+        device: None for the GPU if there is one (for a loaded model: where it is).
+        dtype: None for bfloat16 on GPUs (float16 on those without it) and float32 on the CPU.
+
+    Raises:
+        ValueError: an encoder that is not there or incomplete, whose positions are no patches, or whose image
+            processor gives images of different sizes.
+    """
+
+    model: Any
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        processor: Any = None,
+        depths: Sequence[int] | None = None,
+        special_tokens: bool = True,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.name = str(model)
+        if isinstance(model, nn.Module):
+            self.name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+            self.model = model
+            device, dtype = device or self.model.device, dtype or self.model.dtype
+        else:
+            self.model = load_model(self.name, self.name, revision)
+        self.processor = processor or load_image_processor(self.name, revision)
+        self.revision: str | None = getattr(self.model.config, "_commit_hash", None) or revision
+        self.model = getattr(self.model, "vision_model", self.model)
+        self.weights_sha256 = weights_sha256(self.model)
+        self.processor_sha256 = sha256_json(json.loads(self.processor.to_json_string()))
+        self.device = pick_device(device)
+        self.model = self.model.to(device=self.device).eval().requires_grad_(False)
+        self.special_tokens = special_tokens
+        self.image_size = self._check_processor()  # height, width
+        self.grid, self.n_special, states = self._check_patches()
+        self.dtype = dtype or default_dtype(self.device)
+        self.model = self.model.to(dtype=self.dtype)
+        self.depths = check_depths(depths, len(states))
+        self.depth, self.d_emb = len(self.depths), states[0].shape[-1]
+        self.n_pos = self.grid[0] * self.grid[1] + self.n_special * special_tokens
+
+    def __repr__(self) -> str:
+        return f"VisionEncoder({self.name!r}, grid={self.grid}, depth={self.depth}, d_emb={self.d_emb})"
+
+    def __deepcopy__(self, memo) -> "VisionEncoder":
+        return self  # frozen, so it can be shared
+
+    @property
+    def key(self) -> str:
+        """Changes with anything that changes the hidden states: weights, processor, options, precision."""
+        options = [self.depths, self.special_tokens, str(self.dtype)]
+        return sha256_json([self.weights_sha256, self.processor_sha256, *options])
+
+    def tokenize(self, images: Sequence[Any]) -> list[Seen]:
+        """Images ready for ``batches``: paths, PIL images, arrays, tensors or pictures."""
+        return [Seen(picture, self.n_pos) for picture in check_images(images)] if len(images) else []
+
+    def batches(self, images: Sequence[Seen], batch_positions: int | None = None) -> Iterator[Batch]:
+        """Encode images in batches; every image comes exactly once.
+
+        Args:
+            images: what ``tokenize`` gave.
+            batch_positions: at most so many positions go through the encoder at once.
+        """
+        limit = batch_positions or (65_536 if self.device.type == "cuda" else 4_096)
+        size = max(1, limit // self.n_pos)
+        for start in range(0, len(images), size):
+            which = list(range(start, min(start + size, len(images))))
+            hidden = self._run(self.pixels([images[k].picture for k in which]))  # [b, n_pos, depth, d_emb]
+            yield Batch(which, hidden, torch.ones(hidden.shape[:2], dtype=torch.bool, device=self.device))
+
+    def encode(self, images: Sequence[Any]) -> list[Tensor]:
+        """The hidden states [n_pos, depth, d_emb] of each image."""
+        return [hidden for batch in self.batches(self.tokenize(images)) for hidden in batch.hidden]
+
+    def patches(self, size: tuple[int, int], name: str = "image") -> Patches:
+        """Where each routed position comes from in an image of some width and height.
+
+        Args:
+            size: width and height of the image, upright.
+            name: what messages call it.
+        """
+        rows, columns = self.grid
+        special = [True] * (self.n_special * self.special_tokens)
+        height, width = self.patch_size
+        resized = self._resized(size, name)
+        boxes = [
+            self._to_original(size, resized, (c * width, r * height, (c + 1) * width, (r + 1) * height))
+            for r in range(rows)
+            for c in range(columns)
+        ]
+        names = [f"row {r + 1}, column {c + 1}" for r in range(rows) for c in range(columns)]
+        return Patches(
+            [(0.0, 0.0, 0.0, 0.0) for _ in special] + boxes,
+            special + [False] * len(boxes),
+            self._special_names()[: len(special)] + names,
+            self.grid,
+        )
+
+    def pixels(self, pictures: Sequence[Picture]) -> Tensor:
+        """What the model takes, [b, channels, height, width], as the image processor makes it."""
+        images = []
+        for picture in pictures:
+            images.append(picture.open())
+            self._resized(images[-1].size, picture.name)
+        return self.processor(images, return_tensors="pt")["pixel_values"]
+
+    def _special_names(self) -> list[str]:
+        second = "[DIST]" if self.model.config.model_type == "deit" else "[REG]"
+        return (["[CLS]"] + [second] * self.n_special)[: self.n_special]
+
+    def _to_original(self, size: tuple[int, int], resized: tuple[int, int], box: Box) -> Box:
+        """A box in pixels of the model's input as a box in pixels of the image, cut at its edges."""
+        found = []
+        for k, place in enumerate(box):
+            axis = k % 2  # 0 along the width, 1 along the height
+            # The middle is cut out, or the image put in the middle where it is smaller.
+            shift = (resized[axis] - self.image_size[1 - axis]) // 2
+            scaled = (place + shift) * size[axis] / resized[axis]
+            found.append(min(max(scaled, 0.0), float(size[axis])))
+        return found[0], found[1], found[2], found[3]
+
+    def _resized(self, size: tuple[int, int], name: str) -> tuple[int, int]:
+        """Width and height after the image processor has resized an image, before it crops."""
+        config = self.processor.to_dict()
+        if not config.get("do_resize"):
+            return size
+        wanted, (width, height) = config["size"], size
+        if wanted.get("shortest_edge"):
+            short, edge = min(size), wanted["shortest_edge"]
+            found = tuple(edge if side == short else int(edge * side / short) for side in size)
+            width, height = found[0], found[1]
+        else:
+            width, height = wanted["width"], wanted["height"]
+        if width * height > MAX_PIXELS:
+            raise ValueError(
+                f"{name} has {size[0]} x {size[1]} pixels, which its encoder resizes to {width} x {height}: "
+                f"that is more than the {MAX_PIXELS:,} that are read"
+            )
+        return width, height
+
+    def _check_processor(self) -> tuple[int, int]:
+        """The height and width of what the image processor makes of any image.
+
+        Raises:
+            ValueError: it depends on the image, or it does more than to resize and to cut out the middle.
+        """
+        config, problem = self.processor.to_dict(), ""
+        wanted = {name for name, value in (config.get("size") or {}).items() if value}
+        if config.get("do_resize") and wanted not in ({"shortest_edge"}, {"height", "width"}):
+            problem = f"it resizes to {config.get('size')}"
+        elif config.get("do_pad"):
+            problem = "it pads"
+        made = [self.pixels([Picture.of(torch.zeros(3, *size))]).shape[-2:] for size in ((40, 60), (60, 60))]
+        crop = config.get("crop_size") if config.get("do_center_crop") else config.get("size")
+        if not problem and made[0] != made[1]:
+            problem = f"images of different shapes become {list(made[0])} and {list(made[1])}"
+        elif not problem and [(crop or {}).get(side) for side in ("height", "width")] != list(made[0]):
+            problem = f"it makes images {list(made[0])} in a way that is not known"
+        if problem:
+            raise ValueError(
+                f"the image processor of {self.name} must resize and cut out the middle, so that all images "
+                f"have one size; {problem}"
+            )
+        return made[0][0], made[0][1]
+
+    def _check_patches(self) -> tuple[tuple[int, int], int, Sequence[Tensor]]:
+        """Rows and columns of patches, how many special tokens there are, and hidden states of some image.
+
+        Raises:
+            ValueError: positions that are not special tokens followed by patches, row by row.
+        """
+        height, width = self.image_size
+        size = getattr(self.model.config, "patch_size", None)
+        if size is None:
+            raise ValueError(f"encoder {self.name} must be a vision Transformer, which has a patch_size")
+        self.patch_size = (size, size) if isinstance(size, int) else tuple(size)
+        grid = height // self.patch_size[0], width // self.patch_size[1]
+        channels = getattr(self.model.config, "num_channels", 3)
+        images = torch.zeros(4, channels, height, width)  # [4, channels, height, width]
+        images[1] = 1.0
+        images[2, :, : self.patch_size[0], : self.patch_size[1]] = 1.0  # the first patch differs
+        last = (grid[0] - 1) * self.patch_size[0], (grid[1] - 1) * self.patch_size[1]
+        images[3, :, last[0] : last[0] + self.patch_size[0], last[1] : last[1] + self.patch_size[1]] = 1.0
+        try:
+            states = self._states(images)
+        except (ValueError, RuntimeError) as error:
+            message = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"encoder {self.name} does not take what its image processor makes: {message}"
+            ) from error
+        n_patches, n = grid[0] * grid[1], states[0].shape[1]
+        one_shape = len({state.shape for state in states}) == 1 and states[0].dim() == 3
+        differs = (states[0] != states[0][:1]).any(-1).tolist() if one_shape else []  # [4, n]
+        n_special = n - n_patches
+        special = [False] * n_special
+        first, final = ([k == place for k in range(n_patches)] for place in (0, n_patches - 1))
+        expected = [special + [True] * n_patches, special + first, special + final]
+        if not one_shape or n_special < 0 or differs[1:] != expected:
+            raise ValueError(f"encoder {self.name} must give a hidden state for each patch, at every depth")
+        return grid, n_special, states
+
+    def _run(self, pixels: Tensor) -> Tensor:
+        """The hidden states [b, n_pos, depth, d_emb] of images [b, channels, height, width]."""
+        states = self._states(pixels)
+        first = 0 if self.special_tokens else self.n_special
+        return torch.stack([states[depth][:, first:] for depth in self.depths], 2)
+
+    @torch.inference_mode()
+    def _states(self, pixels: Tensor) -> Sequence[Tensor]:
+        """The hidden states [b, n, d_emb] of every depth, from images [b, channels, height, width]."""
+        pixels = pixels.to(self.device, self.model.dtype)
+        return self.model(pixel_values=pixels, output_hidden_states=True).hidden_states
