@@ -37,3 +37,13 @@ def nan_filled_memory():
     yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Four gloo processes, for all tests that need some."""
+    from ranks import Ranks
+
+    pool = Ranks()
+    yield pool
+    pool.close()

@@ -58,6 +58,14 @@ def serve(rank: int, world: int, store: str, commands: Connection) -> None:
     os._exit(0)
 
 
+def received(connection: Connection) -> tuple[bool, Any]:
+    """What a rank answers; that it has ended, if it has."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return False, ("EOFError", "the process has ended", "")
+
+
 class Ranks:
     """Processes that run functions together. They are forked from one that has torch loaded."""
 
@@ -78,7 +86,7 @@ class Ranks:
         """(True, result) or (False, (type, message, traceback)) of each of the first n ranks."""
         for connection in self.connections[:n]:
             connection.send((function, arguments))
-        return [connection.recv() for connection in self.connections[:n]]
+        return [received(connection) for connection in self.connections[:n]]
 
     def __call__(self, n: int, function: Callable, *arguments: Any) -> list[Any]:
         """function(*arguments) on each of the first n ranks."""
@@ -87,6 +95,12 @@ class Ranks:
             if not fine:
                 raise RankError(f"rank {rank}: {result[0]}: {result[1]}\n{result[2]}")
         return [result for _, result in results]
+
+    def messages(self, n: int, function: Callable, *arguments: Any) -> list[str]:
+        """What each of the first n ranks raised, none of which may have come to an end."""
+        results = self.outcomes(n, function, *arguments)
+        assert not any(fine for fine, _ in results), [fine for fine, _ in results]
+        return [f"{result[0]}: {result[1]}" for _, result in results]
 
     def close(self) -> None:
         for connection in self.connections:

@@ -7,20 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Ranks, mesh_of
+from ranks import mesh_of
 from torch import Tensor, nn
 
 import vecroute as vr
 from vecroute.distributed import gather, own_rows, shard_inputs
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks()
-    yield pool
-    pool.close()
 
 
 class Case(NamedTuple):
@@ -147,7 +140,7 @@ cases = st.builds(
 
 
 @given(case=cases)
-@settings(max_examples=60)
+@settings(max_examples=50)
 def test_any_shards_give_what_one_process_gives(ranks, case):
     assert_as_one_process(case, ranks(len(case.sizes), sharded_outcome, case))
 
@@ -247,7 +240,7 @@ def train_sharded(name: str, sizes: tuple[int, ...], steps: int) -> dict[str, np
     return train(*own_part(name, sizes), steps)
 
 
-@pytest.mark.parametrize("sizes", [(4, 5), (0, 9), (3, 1, 0, 5)], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 9), (3, 1, 0, 5)], ids=str)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_after_20_steps(ranks, name, sizes):
     truth = train(*make_network(name), steps=20)

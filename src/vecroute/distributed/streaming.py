@@ -271,7 +271,7 @@ class _Route(torch.autograd.Function):
 
 def activations(p: Problem) -> Tensor:
     """f(a_inp) of a chunk, [1, i]."""
-    a_inp = product(p, p.x_inp, p.w.W_A.mT)[..., 0] / p.sqrt_n_inp + p.w.B_A  # [1, i]
+    a_inp = product(p, p.x_inp, p.w.W_A.mT[None])[..., 0] / p.sqrt_n_inp + p.w.B_A  # [1, i]
     return torch.sigmoid(a_inp)  # [1, i]
 
 
