@@ -213,5 +213,4 @@ async def mistake(request: Request, error: Exception) -> Response:
     for problem in error.errors() if isinstance(error, RequestValidationError) else []:
         place = ".".join(str(step) for step in problem["loc"] if step != "body")
         told.append(f"{place}: {problem['msg']}" if place else problem["msg"])
-    detail = "; ".join(told).encode(errors="replace").decode()
-    return JSONResponse({"detail": detail}, 422)
+    return JSONResponse({"detail": "; ".join(told)}, 422)

@@ -16,6 +16,8 @@ let timer = 0;
 
 const comparing = () => at("compare").getAttribute("aria-pressed") === "true";
 const chosen = (id) => at(id).value || null;
+// Half of a surrogate pair, which a field may hold, is no character.
+const textOf = (key) => texts[key].value.toWellFormed?.() ?? texts[key].value;
 
 async function post(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
@@ -59,14 +61,14 @@ async function update() {
   asked.abort();
   asked = new AbortController();
   const { signal } = asked;
-  const given = Object.keys(texts).filter((key) => texts[key].value.trim() && (key === "a" || comparing()));
+  const given = Object.keys(texts).filter((key) => textOf(key).trim() && (key === "a" || comparing()));
   document.body.classList.toggle("busy", given.length > 0);
   at("save").disabled = true;
   hideTip();
   try {
     const found = {};
     // The second text is explained by the classes of the first, so that the two can be compared.
-    for (const key of given) found[key] = await explain(texts[key].value, found.a, signal);
+    for (const key of given) found[key] = await explain(textOf(key), found.a, signal);
     answers = found;
     const scale = Math.max(0, ...given.map((key) => largest(found[key])));
     for (const key of Object.keys(sections)) {
@@ -100,7 +102,7 @@ function toggleCompare() {
 
 async function save() {
   const unit = at("form").elements.unit.value;
-  const given = Object.keys(answers).map((key) => texts[key].value);
+  const given = Object.keys(answers).map(textOf);
   try {
     const file = await (await post("/page", { texts: given, unit })).blob();
     const link = element("a", { href: URL.createObjectURL(file), download: "explanation.html" });
