@@ -243,9 +243,10 @@ def test_gradients_only_once():
         grad.sum().backward()
 
 
-def test_nothing_is_solved_backward_where_nobody_asks():
+@pytest.mark.parametrize("kind", QUICK)
+def test_nothing_is_solved_backward_where_nobody_asks(kind):
     x_inp, _, _ = inputs(dtype=torch.float64)
-    layer = layer_of("chunked").requires_grad_(False)
+    layer = layer_of(kind).requires_grad_(False)
     assert not layer(x_inp).requires_grad
     with torch.inference_mode():
         assert layer(x_inp).isfinite().all()
@@ -288,8 +289,8 @@ def test_the_trace_ends_where_routing_does(kind):
     layer = layer_of(kind, tol=1e-8)
     routed, steps = layer.route(x_inp, input_mask), int(layer.convergence.steps.max())
     trace = layer.trace(x_inp, input_mask)
-    # The first under the flat prior, those of the search, the one that has the graph, and the last.
-    assert len(trace) == 1 + steps + 2
+    # The first under the flat prior, those of the search, two for the gradient, and the last.
+    assert len(trace) == 1 + steps + 3
     assert trace[0].x_hat is None
     torch.testing.assert_close(trace[-1].phi, routed.phi)
     torch.testing.assert_close(trace[-1].x_out, layer.state(x_inp, input_mask))

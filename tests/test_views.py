@@ -1,6 +1,7 @@
 """The paper's views as examples: the special cases of section 3.3 exactly, the others run at small size."""
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,20 @@ import torch
 import torch.nn.functional as nnf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib import pyplot as plt
+from test_credit_guide import run
 from torch import Tensor
 
 import vecroute as vr
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.append(str(EXAMPLES))
+ROOT = Path(__file__).parents[1]
+EXAMPLES, GUIDE = ROOT / "examples", ROOT / "docs" / "views.md"
+sys.path += [str(EXAMPLES), str(ROOT / "docs" / "views")]
 import associative_memory  # noqa: E402
 import blocks  # noqa: E402
 import causal  # noqa: E402
 import context_vectors  # noqa: E402
+import figures  # noqa: E402
 import recurrent_residual  # noqa: E402
 import special_cases  # noqa: E402
 
@@ -188,3 +193,24 @@ def test_they_run_as_scripts():
         [sys.executable, EXAMPLES / "special_cases.py"], capture_output=True, text=True, check=True
     )
     assert "attention of 4 heads: the same to" in done.stdout
+
+
+# The guide
+
+
+def test_the_guide_prints_what_it_says(capsys):
+    printed, expected = run(GUIDE.read_text(), capsys)
+    assert len(expected) >= 12
+    assert printed == expected
+
+
+def test_the_figures_of_the_guide(tmp_path):
+    """They are all there, and the script still draws them (that of the society is drawn above)."""
+    shown = re.findall(r"\]\(views/(\w+\.png)\)", GUIDE.read_text())
+    drawn = {path.name for path in (GUIDE.parent / "views").glob("*.png")}
+    assert len(shown) == 4
+    assert set(shown) == drawn
+    for draw_figure in (figures.geometry, figures.credit, figures.memory):
+        draw_figure(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} | {"society.png"} == drawn
+    plt.close("all")

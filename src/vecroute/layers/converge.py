@@ -106,36 +106,40 @@ def fixed_point(
         )
     if not torch.is_grad_enabled():
         return x, convergence
-    x = x.detach().requires_grad_(pull is None)  # [..., j, h]
     y = update(x)  # [..., j, h], with the graph of one iteration
     if not y.requires_grad:
         return x, convergence
+    if pull is None:
+        pull = _pull_by_autograd(update, x)
+    return _Implicit.apply(y, x, pull, options), convergence
 
-    def transposed(u: Tensor) -> Tensor:
-        if pull is not None:
-            return pull(x, u)  # [..., j, h]
-        return torch.autograd.grad(y, x, u, retain_graph=True)[0]  # [..., j, h]
 
-    return _Implicit.apply(y, x.detach(), transposed, options), convergence
+def _pull_by_autograd(update: Update, x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, u) -> J^T u at this x, from the graph of an iteration of its own."""
+    leaf = x.detach().requires_grad_()  # [..., j, h]
+    y = update(leaf)  # [..., j, h]
+    return lambda x, u: torch.autograd.grad(y, leaf, u, retain_graph=True)[0]
 
 
 class _Implicit(torch.autograd.Function):
     """The value x, and on the way back to y = update(x) the solution of u = g + J^T u instead of g."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, transposed: Update, options: Converge) -> Tensor:
-        ctx.transposed, ctx.options = transposed, options
+    def forward(ctx: Any, y: Tensor, x: Tensor, pull: Callable, options: Converge) -> Tensor:
+        ctx.pull, ctx.options = pull, options
+        ctx.save_for_backward(x)
         return x.clone()  # [..., j, h]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
+        (x,) = ctx.saved_tensors  # [..., j, h]
         # Divided by its length, and the residual absolute: for a linear equation that measures the error.
         scale = _norm(grad)[..., None, None]  # [..., 1, 1]
         scale = scale.where(scale > 0, 1.0)  # [..., 1, 1]
         g = grad / scale  # [..., j, h]
         options = Converge(ctx.options.tol, ctx.options.max_iters, ctx.options.solver, "absolute")
-        u, (_, _, converged) = solve(lambda u: g + ctx.transposed(u), g, options, linear=True)
+        u, (_, _, converged) = solve(lambda u: g + ctx.pull(x, u), g, options, linear=True)
         if not converged.all():
             bad = f"{int((~converged).sum())} of {converged.numel()}"
             warnings.warn(
