@@ -250,7 +250,7 @@ def test_it_is_quiet_unless_asked(capfd):
 TWO_PROCESSES = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from test_training import make_head, make_task
+from test_training import SHARED, make_head, make_task
 from vecroute.training import Recipe, Trainer, make_accelerator, train
 accelerator, head = make_accelerator(), make_head()
 trainer = Trainer(head, make_task(), Recipe(batch_size=8), accelerator, None, 0)
@@ -262,16 +262,30 @@ every = accelerator.gather(weights[None])
 assert every.shape[0] == 2 and torch.equal(every[0], every[1])
 if accelerator.is_main_process:
     print(len(history), history[-1]["valid_loss"] < history[0]["valid_loss"] + 0.1)
+sharded = make_head()
+train(sharded, make_task(), Recipe(**SHARED, shard_inputs=True), accelerator=accelerator)
+torch.save([p.detach() for p in sharded.parameters()], f"{sys.argv[2]}/{accelerator.process_index}.pt")
 torch.distributed.destroy_process_group()
 """
+# Processes that share the inputs of each sample draw what one process draws.
+SHARED = {"max_epochs": 2, "batch_size": 8, "drop_inputs": 0.3, "mixup": 0.2, "seed": 4}
 
 
 def test_two_processes_train_one_head(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(TWO_PROCESSES)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [str(script), os.path.dirname(__file__)]
+    command += [str(script), os.path.dirname(__file__), str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2", "True"]
+    _, weights = weights_after(Recipe(**SHARED))
+    for rank in range(2):
+        found = torch.cat([p.flatten() for p in torch.load(tmp_path / f"{rank}.pt")])
+        assert (found - weights).abs().max() < 1e-4
+
+
+def test_the_inputs_of_a_sample_need_several_processes_to_be_shared():
+    with pytest.raises(ValueError, match="shard_inputs needs several processes, started with torchrun"):
+        train(make_head(), make_task(), Recipe(shard_inputs=True))

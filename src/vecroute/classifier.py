@@ -38,7 +38,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         head: "routing" or "paper".
         head_options: for the head, see ``vecroute.RoutingHead``.
         max_epochs, batch_size, lr, weight_decay, drop_inputs, mixup, label_smoothing, patience,
-            mixed_precision: see ``vecroute.training.Recipe``.
+            mixed_precision, shard_inputs: see ``vecroute.training.Recipe``.
         validation_fraction: of the texts, on which training is validated; 0 for none.
         class_weight: None, "balanced", or a dict by label.
         multi_label: whether a text may have any number of labels: y is then a collection of labels for each
@@ -78,6 +78,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         label_smoothing: float = 0.0,
         patience: int = 5,
         mixed_precision: str = "auto",
+        shard_inputs: bool = False,
         validation_fraction: float = 0.1,
         class_weight: Any = None,
         multi_label: bool = False,
@@ -105,6 +106,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         self.label_smoothing = label_smoothing
         self.patience = patience
         self.mixed_precision = mixed_precision
+        self.shard_inputs = shard_inputs
         self.validation_fraction = validation_fraction
         self.class_weight = class_weight
         self.multi_label = multi_label

@@ -1,5 +1,6 @@
 """The training loop: a head on the hidden states of a frozen encoder, on any number of processes."""
 
+import copy
 import hashlib
 import json
 import logging
@@ -15,8 +16,10 @@ import torch
 import torch.nn.functional as nnf
 from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.func import functional_call
 
+from vecroute.distributed import own_rows, shard_inputs
 from vecroute.encoders.loading import pick_device
 from vecroute.encoders.text import length_batches
 from vecroute.progress import progress_bar
@@ -48,6 +51,8 @@ class Recipe:
         patience: training stops after so many epochs in a row whose validation accuracy was worse than the
             best by more than its standard error.
         mixed_precision: "auto" (bfloat16 on GPUs), "bf16" or "no".
+        shard_inputs: whether the processes share the positions of each sample instead of the samples, for
+            samples too long for one device.
         seed: of everything random.
     """
 
@@ -60,6 +65,7 @@ class Recipe:
     label_smoothing: float = 0.0
     patience: int = 5
     mixed_precision: str = "auto"
+    shard_inputs: bool = False
     seed: int = 0
 
 
@@ -153,16 +159,25 @@ class Trainer:
     def __init__(self, head, task, recipe, accelerator, checkpoint, checkpoint_seconds):
         self.task, self.recipe, self.accelerator = task, recipe, accelerator
         self.checkpoint, self.checkpoint_seconds = checkpoint, checkpoint_seconds
-        self.head = head.to(accelerator.device)
+        self.given = self.head = head.to(accelerator.device)
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes  # that share the samples
+        self.mesh: DeviceMesh | None = None  # of those that share the positions of each
+        if recipe.shard_inputs:
+            if self.world == 1:
+                raise ValueError("shard_inputs needs several processes, started with torchrun, got one")
+            self.mesh = init_device_mesh(accelerator.device.type, (self.world,))
+            self.head = shard_inputs(copy.deepcopy(self.head), self.mesh)
+            self.rank, self.world = 0, 1
         self.optimizer = torch.optim.AdamW(
             self.head.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
         )
-        self.model, self.prepared = accelerator.prepare(self.head, self.optimizer)
+        self.prepared = accelerator.prepare(self.optimizer)
+        self.model = accelerator.prepare(self.head) if self.mesh is None else self.head
         self.average = {name: p.detach().clone() for name, p in self.head.named_parameters()}
         self.kept = {name: p.clone() for name, p in self.average.items()}
         self.progress = Progress()
         batches = math.ceil(len(task.train) / recipe.batch_size)
-        self.steps = math.ceil(batches / accelerator.num_processes)  # in an epoch
+        self.steps = math.ceil(batches / self.world)  # in an epoch
         wanted = round(STEPS / self.steps)
         self.epochs = recipe.max_epochs or min(max(wanted, FEWEST_EPOCHS), MOST_EPOCHS)
         self.saved_at = time.monotonic()
@@ -182,13 +197,12 @@ class Trainer:
                     self.save()
                 self.end_epoch()
         with torch.no_grad():
-            for name, parameter in self.head.named_parameters():
+            for name, parameter in self.given.named_parameters():
                 parameter.copy_(self.kept[name])
         return Trained(progress.history, progress.kept)
 
     def batches(self) -> list[list[int]]:
         """The samples of each step of this epoch on this process."""
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
         generator = seeded(self.recipe.seed, "order", self.progress.epoch)
         lengths = [self.task.features.lengths[k] for k in self.task.train]
         every = [
@@ -196,7 +210,7 @@ class Trainer:
             for batch in shuffled_batches(lengths, self.recipe.batch_size, generator)
         ]
         # Every process takes as many steps: the first batches come again where some are missing.
-        return [every[(step * world + rank) % len(every)] for step in range(self.steps)]
+        return [every[(step * self.world + self.rank) % len(every)] for step in range(self.steps)]
 
     def train_step(self, which: list[int]) -> float:
         """One step of the optimizer on some samples; as many at a time as memory is meant for."""
@@ -204,12 +218,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.lr * self.rate()
         self.prepared.zero_grad()
-        rank = self.accelerator.process_index
-        generator = seeded(recipe.seed, "step", progress.epoch, progress.step, rank)
+        generator = seeded(recipe.seed, "step", progress.epoch, progress.step, self.rank)
         parts, total = self.groups(which), 0.0
         for position, part in enumerate(parts):
             hidden, mask, targets = self.load_batch(part)
             keep = drop_inputs(mask, hidden.shape[2], recipe.drop_inputs, generator)  # [b, n_pos, depth]
+            keep = self.own_positions(keep)  # [b, n_pos, depth]
             if recipe.mixup:
                 hidden, keep, targets = mix(hidden, keep, targets, recipe.mixup, generator)
             last = position == len(parts) - 1
@@ -258,12 +272,13 @@ class Trainer:
     def validate(self) -> tuple[float, float]:
         """Accuracy and loss of the averaged weights, each process on its share of the samples."""
         sums = torch.zeros(3, device=self.accelerator.device)  # right, loss, samples
-        own = self.task.valid[self.accelerator.process_index :: self.accelerator.num_processes]
+        own = self.task.valid[self.rank :: self.world]
         own = sorted(own, key=self.task.features.lengths.__getitem__)
         size = 2 * self.recipe.batch_size
         for start in range(0, len(own), size):
             for part in self.groups(own[start : start + size]):
                 hidden, mask, targets = self.load_batch(part)
+                mask = self.own_positions(mask)  # [b, n_pos]
                 with self.autocast():
                     scores = functional_call(self.head, self.average, (hidden, mask)).float()  # [b, n_cls]
                 loss = self.task.loss(scores, targets) * len(part)
@@ -281,9 +296,15 @@ class Trainer:
         return [[which[k] for k in group] for group in length_batches(lengths, limit)]
 
     def load_batch(self, which: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states [b, n_pos, depth, d_emb], mask [b, n_pos] and targets [b, n_cls]."""
+        """Hidden states [b, n_pos, depth, d_emb] of own positions; mask [b, n_pos]; targets [b, n_cls]."""
         device = self.accelerator.device
-        return *self.task.features.batch(which, device), self.task.targets[which].to(device)
+        hidden, mask = self.task.features.batch(which, device if self.mesh is None else torch.device("cpu"))
+        hidden = self.own_positions(hidden).to(device)  # [b, n_pos, depth, d_emb]
+        return hidden, mask.to(device), self.task.targets[which].to(device)
+
+    def own_positions(self, t: Tensor) -> Tensor:
+        """Of [b, n_pos, ...] the positions of this process: all, unless inputs are sharded."""
+        return t if self.mesh is None else t[:, own_rows(t.shape[1], self.mesh)]
 
     def autocast(self) -> Any:
         if self.accelerator.mixed_precision != "no":  # `accelerate launch --mixed_precision ...`
@@ -306,7 +327,7 @@ class Trainer:
     def key(self) -> str:
         """Tells one run from another: two with the same key do the same, step by step."""
         about = [asdict(self.recipe), self.epochs, self.task.key, self.task.train, self.task.valid]
-        about += [self.accelerator.num_processes, self.task.targets.tolist(), str(self.head)]
+        about += [self.world, self.task.targets.tolist(), str(self.head)]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
     def save(self) -> None:

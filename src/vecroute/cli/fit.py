@@ -26,6 +26,9 @@ def fit(
     max_length: Annotated[int | None, typer.Option(help="Tokens per chunk of a long text.")] = None,
     stride: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share.")] = 0,
     cache: Annotated[bool, typer.Option(help="Keep hidden states for the next time.")] = True,
+    shard_inputs: Annotated[
+        bool, typer.Option(help="With torchrun: share the positions of each text, not the texts.")
+    ] = False,
     device: Device = None,
 ) -> None:
     """Fit a classifier to a table of texts and labels. Interrupted, the same command goes on."""
@@ -50,6 +53,7 @@ def fit(
         stride=stride,
         cache=cache,
         checkpoint=partial,
+        shard_inputs=shard_inputs,
         device=device,
         **{name: value for name, value in given.items() if value is not None},
     )

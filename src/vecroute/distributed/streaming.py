@@ -27,7 +27,7 @@ from vecroute.ops.problem import Grads, Problem, Tuning
 from vecroute.ops.products import product
 from vecroute.storage import require
 
-CHUNK_BYTES = 32 * 2**20  # of a chunk in the dtype of the layer
+CHUNK_MB = {"cpu": 8, "cuda": 256}  # of a chunk in the dtype of the layer: for a CPU, what caches hold
 
 
 def stream(network: nn.Module, x_inp: Any, *, rows: int | None = None) -> Tensor:
@@ -40,7 +40,7 @@ def stream(network: nn.Module, x_inp: Any, *, rows: int | None = None) -> Tensor
         network: a ``VectorRouting`` with n_inp=None, or a ``Sequential`` of per-vector modules, such a layer,
             and whatever follows it. With ``shard_inputs`` each rank streams its own vectors.
         x_inp: what ``open_vectors`` takes.
-        rows: of a chunk, None for about 32 MB.
+        rows: of a chunk, None for about 8 MB on a CPU, 256 MB on a GPU.
 
     Raises:
         ValueError, TypeError: a network or vectors that will not do; a file that is damaged or changes.
@@ -103,6 +103,7 @@ class Streamed:
                 f"a layer, got {module_name(layer)}"
             )
         self.layer: VectorRouting = layer
+        self.n_iters: int = layer.n_iters
         self.before: list[Any] = parts[:first]
         self.after: list[Any] = parts[first + 1 :]
         self.trained = [p for part in self.before for p in part.parameters() if p.requires_grad]
@@ -111,9 +112,10 @@ class Streamed:
             d_inp = parts[0].d_inp if isinstance(parts[0], VectorRouting) else None
             if d_inp not in (None, self.vectors.d_inp):
                 raise ValueError(f"x_inp must be [n_inp, d_inp={d_inp}], got d_inp={self.vectors.d_inp}")
-            check_size("rows", rows, none_means=f"about {CHUNK_BYTES // 2**20} MB")
+            check_size("rows", rows, none_means="chosen by size")
         self.dtype, self.device = layer.W_F2.dtype, layer.W_F2.device
-        self.rows = rows or max(1, CHUNK_BYTES // (self.vectors.d_inp * self.dtype.itemsize))
+        row = self.vectors.d_inp * self.dtype.itemsize
+        self.rows = rows or max(1, CHUNK_MB.get(self.device.type, 8) * 2**20 // row)
         n_inp = torch.tensor([[self.vectors.n_inp]], device=self.device)  # [1, 1]
         n_inp = all_reduce(layer.group, n_inp) if layer.group else n_inp
         if n_inp == 0:
@@ -213,12 +215,11 @@ class Streamed:
 
     def forward(self, weights: Sequence[Tensor], see_phi: Any) -> tuple[Tensor, State]:
         """All iterations: x_out [1, j, h], not normalised."""
-        n_iters = self.layer.n_iters
         ys, ss, before, gs = [], [], [], []
         p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
         self.x_hat = None
-        for t in range(n_iters):
-            last = t == n_iters - 1
+        for t in range(self.n_iters):
+            last = t == self.n_iters - 1
             y, s = self.forward_pass(weights, self.x_hat, see_phi if last else None)
             y /= self.sqrt_n_inp[..., None]
             x_out = p.outputs(y, s)  # [1, j, h]
@@ -238,7 +239,7 @@ class Streamed:
         p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
         grads = Grads()
         trained = [torch.zeros_like(parameter) for parameter in self.trained]
-        for t in reversed(range(self.layer.n_iters)):
+        for t in reversed(range(self.n_iters)):
             x_hat = p.scaled(state.g[t - 1]) if t > 0 else None  # [1, j, d]
             grad_y, grad_s = p.outputs_backward(grad, state.y[t], state.s[t], grads)  # [1, j, d], [1, j]
             grad_x_hat = self.backward_pass(weights, x_hat, grad_y, grad_s, grads, trained)  # [1, j, d]
