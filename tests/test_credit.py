@@ -155,6 +155,23 @@ def test_unit_variance_in_blocks_of_columns(monkeypatch):
     close(credit.unit_variance().dense(), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("shift", "size"), [(0.0, 1.0), (1e3, 1.0), (0.0, 1e-18), (0.0, 1e18)])
+def test_unit_variance_of_a_narrow_product_writes_out_no_pairs(dtype, shift, size, monkeypatch):
+    a, b = (size * (randn(3, 40, 4) + shift)).to(dtype), (size * randn(3, 4, 30)).to(dtype)
+    mask = torch.arange(40) < torch.tensor([[40], [1], [23]])  # [b, i]
+    credit = vr.Credit(Product([Matrix(a * mask[..., None]), Matrix(b)]), mask)
+    with monkeypatch.context() as patched:
+        patched.setattr(vr.Credit, "_columns", None)
+        scaled = credit.unit_variance()
+    for k in range(3):
+        phi = credit.dense()[k][mask[k]].double()  # [i, j]
+        expected = phi / phi.std(correction=0)  # [i, j]
+        torch.testing.assert_close(scaled.dense()[k][mask[k]].double(), expected, rtol=1e-4, atol=1e-4)
+    constant = vr.Credit(Product([Matrix(torch.ones(9, 1)), Matrix(torch.ones(1, 9))]))
+    assert torch.equal(constant.unit_variance().dense(), torch.ones(9, 9))
+
+
 def test_unit_variance_where_there_is_nothing():
     network = vr.Sequential(routing(None, 4), routing(4, 2))
     mask = torch.tensor([[False] * 3, [True] * 3])  # [b, i]

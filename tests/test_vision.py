@@ -154,10 +154,14 @@ def test_it_is_frozen_and_keeps_no_graph(vit):
 
 
 def test_a_loaded_model_and_processor_give_the_same(vit):
-    model = transformers.AutoModel.from_pretrained(vit)
+    model = transformers.AutoModel.from_pretrained(vit).train()
     processor = transformers.AutoImageProcessor.from_pretrained(vit, backend="pil")
     encoder = VisionEncoder(model, processor=processor)
+    assert not model.training
     torch.testing.assert_close(encoder.encode(PHOTOS)[0], VisionEncoder(vit).encode(PHOTOS)[0])
+    model.config.patch_size = 8  # which is not what a position sees
+    with pytest.raises(ValueError, match="must give a hidden state for each patch"):
+        VisionEncoder(model, processor=processor)
 
 
 def test_of_a_model_of_texts_and_images_the_part_for_images_is_used(tmp_path):

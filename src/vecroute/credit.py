@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vecroute.factors import Factor, Matrix, divided, pack, unpack
+from vecroute.factors import Factor, Matrix, Product, divided, pack, unpack
 from vecroute.ops.checks import check_float_tensor, check_mask, check_size
 from vecroute.ops.group import all_reduce, total
 from vecroute.storage import load_tensors, require, save_tensors
@@ -98,6 +98,9 @@ class Credit:
         The paper scales so, but over the whole batch, which lets one sample's answer depend on the others.
         A sample whose credit is all the same, but for rounding, is left as it is. Computed in float64.
         """
+        narrow = None if self.group or self.factor.like.requires_grad else narrowed(self.factor)
+        if narrow is not None:
+            return Credit(divided(self.factor, self._spread(*narrow)), self.input_mask)
         n_out, like = self.shape[-1], self.factor.like
         used = torch.ones((), dtype=torch.float64, device=like.device).expand(
             *self.shape[:-1], 1
@@ -174,6 +177,26 @@ class Credit:
         tensors, about = load_tensors(path, "credit")
         return cls(unpack(about["factor"], tensors), tensors.get("input_mask"))
 
+    def _spread(self, a: Tensor, b: Tensor) -> Tensor:
+        """The standard deviation of a b [..., 1, 1], a [..., i, k] and b [..., k, j], with no matrix [i, j].
+
+        With a = Q R, the sums of squares of a b are those of R b; a column and a row more subtract the mean.
+        """
+        used = torch.ones_like(a[..., :1])  # [..., i, 1]
+        if self.input_mask is not None:
+            used = used * self.input_mask[..., None]  # [..., i, 1]
+        n_pairs = used.sum((-2, -1), keepdim=True).clamp(min=1) * b.shape[-1]  # [..., 1, 1]
+        # So that no square is too large or too small.
+        scales = [greatest(t).where(greatest(t) > 0, 1.0) for t in (a, b)]  # [..., 1, 1] each
+        a, b = a * used / scales[0], b / scales[1]  # [..., i, k], [..., k, j]
+        mean = a.sum(-2, keepdim=True) @ b.sum(-1, keepdim=True) / n_pairs  # [..., 1, 1]
+        r = torch.linalg.qr(torch.cat([a, used], -1), mode="r").R  # [..., k + 1, k + 1]
+        b = torch.cat([b, -mean.expand(*b.shape[:-2], 1, b.shape[-1])], -2)  # [..., k + 1, j]
+        variance = (r @ b).square().sum((-2, -1), keepdim=True) / n_pairs  # [..., 1, 1]
+        varies = variance > (4 * torch.finfo(self.factor.like.dtype).eps * mean).square()  # [..., 1, 1]
+        peak = scales[0] * scales[1]  # [..., 1, 1]
+        return torch.where(varies, peak, 1.0) * variance.where(varies, 1.0).sqrt()  # [..., 1, 1]
+
     def _output(self, j: int) -> int:
         n_out, column = self.shape[-1], as_int("j", j, "an int")
         if not -n_out <= column < n_out:
@@ -186,6 +209,22 @@ class Credit:
         one_hot = torch.zeros(self.shape[-1], n, dtype=like.dtype, device=like.device)  # [j, n]
         one_hot[j : j + n] = torch.eye(n, dtype=like.dtype, device=like.device)
         return self.factor.right(one_hot).expand(*self.shape[:-1], n)  # [..., i, n]
+
+
+def narrowed(factor: Factor) -> tuple[Tensor, Tensor] | None:
+    """A product as a [..., i, k] times b [..., k, j] in float64, k its smallest size inside.
+
+    None for what is no product, or has no size inside that is smaller than i and j.
+    """
+    if not isinstance(factor, Product):
+        return None
+    sizes = [part.shape[-1] for part in factor.factors[:-1]]
+    cut = sizes.index(min(sizes)) + 1 if sizes else 0
+    if not sizes or sizes[cut - 1] + 1 >= min(factor.shape[-2:]):
+        return None
+    a, b = Product(factor.factors[:cut]).dense().double(), Product(factor.factors[cut:]).dense().double()
+    batch = factor.shape[:-2]
+    return a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
 
 
 def greatest(columns: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vecroute.explain import adapters
 from vecroute.explain.aggregate import by_depth, by_part
+from vecroute.explain.shown import plural
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.storage import load_tensors, save_tensors, write_file
 
@@ -52,6 +53,8 @@ class Explanation:
         ValueError: shapes that do not fit one another, offsets outside the text, numbers that are not finite.
     """
 
+    units: tuple[str, ...] = UNITS
+
     def __init__(
         self,
         *,
@@ -68,7 +71,7 @@ class Explanation:
         depths: Sequence[int | str] | None = None,
         unit: str = "token",
     ):
-        check_choice("unit", unit, UNITS)
+        check_choice("unit", unit, self.units)
         if not isinstance(text, str):
             raise TypeError(f"text must be a string, got {type(text).__name__}")
         self.text, self.unit = text, unit
@@ -96,17 +99,17 @@ class Explanation:
     def __repr__(self) -> str:
         n, depth, _ = self.values.shape
         scores = ", ".join(f"{k}={v:.3g}" for k, v in zip(self.output_names, self.scores, strict=True))
-        return f"Explanation({n} {self.unit}{'s' * (n != 1)}, depth={depth}, scores: {scores})"
+        return f"{type(self).__name__}({n} {plural(self.unit, n)}, depth={depth}, scores: {scores})"
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, name: Any) -> "Explanation":
+    def __getitem__(self, name: Any) -> Self:
         """The explanation of one class, or of a list of them, by name."""
         names = name if isinstance(name, list) else [name]
         return self._of_outputs(np.eye(len(self.output_names))[[self.index(n) for n in names]], names)
 
-    def margin(self, name: Any = None, other: Any = None) -> "Explanation":
+    def margin(self, name: Any = None, other: Any = None) -> Self:
         """The explanation of the score of one class less that of another: what decides between the two.
 
         Args:
@@ -132,7 +135,7 @@ class Explanation:
             unit: "token", "word", "sentence", "chunk" or "depth".
             skip_special_tokens: leave these out first, see ``skip_special_tokens``.
         """
-        check_choice("unit", unit, UNITS)
+        check_choice("unit", unit, self.units)
         if skip_special_tokens:
             return self.skip_special_tokens().aggregate(unit)
         if unit == self.unit:
@@ -141,13 +144,13 @@ class Explanation:
             raise ValueError(f"aggregate needs the explanation of tokens, this is one of {self.unit}s")
         return self._replace(**(by_depth(self) if unit == "depth" else by_part(self, unit)))
 
-    def sum_depth(self) -> "Explanation":
+    def sum_depth(self) -> Self:
         """Contributions and credit summed over depth, [n, 1, n_cls]."""
         arrays = (self.values, self.phi)
         values, phi = (array.sum(1, keepdims=True, dtype=np.float64) for array in arrays)  # [n, 1, n_cls]
         return self._replace(values=values, phi=phi, depths=["all depths"])
 
-    def at_depth(self, level: int | str) -> "Explanation":
+    def at_depth(self, level: int | str) -> Self:
         """The explanation by one depth, [n, 1, n_cls]; what the others contributed is counted to the base.
 
         Args:
@@ -165,7 +168,7 @@ class Explanation:
             depths=[self.depths[d]],
         )
 
-    def skip_special_tokens(self) -> "Explanation":
+    def skip_special_tokens(self) -> Self:
         """The explanation without special tokens; what they contributed is counted to the base."""
         keep = ~self.special  # [n]
         skipped = self.values[self.special].sum((0, 1), dtype=np.float64)  # [n_cls]
@@ -252,7 +255,8 @@ class Explanation:
         Args:
             path: the file; what was there is replaced.
             unit: what to show tokens as: "token", "word", "sentence", "chunk" or "depth".
-            outputs: the classes to explain, None for the three with the highest scores.
+            outputs: the classes to explain, None for the margin of the highest score over the next and the
+                three classes with the highest scores.
         """
         from vecroute.explain.html import page
 
@@ -300,10 +304,10 @@ class Explanation:
     def __rich__(self):
         return self.to_rich()
 
-    def _replace(self, **changes: Any) -> "Explanation":
-        return Explanation(**{**vars(self), **changes})
+    def _replace(self, **changes: Any) -> Self:
+        return type(self)(**{**vars(self), **changes})
 
-    def _of_outputs(self, weights: np.ndarray, names: Sequence[Any]) -> "Explanation":
+    def _of_outputs(self, weights: np.ndarray, names: Sequence[Any]) -> Self:
         """Linear combinations of the outputs, weights [n_new, n_cls]."""
         fields = ("values", "phi", "base_values", "scores")
         mixed = {name: getattr(self, name).astype(np.float64) @ weights.T for name in fields}

@@ -104,13 +104,18 @@ def account(explanation: "Explanation", numbers: Shown, k: int) -> list[Line]:
     others = sorted(set(plain) - set(top))
     lines = [line(caption(explanation.label(i)), [i], False) for i in top]
     if others:
-        lines.append(line(f"{len(others):,} other {explanation.unit}{'s' * (len(others) > 1)}", others))
+        lines.append(line(f"{len(others):,} other {plural(explanation.unit, len(others))}", others))
     if special:
         lines.append(line("special tokens", special))
     lines.append(Line("base", numbers.base, [], True))
     if numbers.rest:
         lines.append(Line("not explained", numbers.rest, [], True))
     return lines
+
+
+def plural(unit: str, n: int) -> str:
+    """What n of a unit are called."""
+    return unit if n == 1 else f"{unit}{'e' * unit.endswith('ch')}s"
 
 
 def visible(text: str) -> str:

@@ -1,0 +1,330 @@
+"""ImageExplanation: what each patch of an image adds to each class score, at each depth."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vecroute.contribution import contributions
+from vecroute.encoders.vision import VisionEncoder
+from vecroute.explain.aggregate import by_depth
+from vecroute.explain.explanation import ARRAYS, Explanation, as_array
+from vecroute.images import Picture
+from vecroute.ops.checks import check_choice, check_size
+from vecroute.storage import load_tensors, require, save_tensors, write_file
+
+LONGEST = 512  # pixels of the longer side of the copy of the image that an explanation keeps
+N_REGIONS = 8
+
+
+class ImageExplanation(Explanation):
+    """What each patch of one image adds to each class score at each depth, and the credit phi.
+
+        scores = base_values + sum over patches and depths of values
+
+    Rows are special tokens and patches, or regions or depths after ``aggregate``. ``text`` is the name of the
+    image. All else is as in ``Explanation``.
+
+    Args:
+        image: [height, width, 3] uint8, the image itself or a smaller copy to draw on.
+        size: width and height of the image itself.
+        tiles: [rows, columns, 4] left, top, right and bottom of each patch, in pixels of the image itself.
+        cells: [rows, columns] which row of the explanation each patch belongs to, -1 for none.
+        fields: as in ``Explanation``; offsets may be left out.
+
+    Raises:
+        ValueError: shapes that do not fit one another.
+    """
+
+    units = ("patch", "region", "depth")
+
+    def __init__(self, *, image: Any, size: Sequence[int], tiles: Any, cells: Any, **fields: Any):
+        fields.setdefault("offsets", np.zeros((len(fields["values"]), 2)))
+        super().__init__(**{"unit": "patch", **fields})
+        self.image = as_array(image, np.uint8)  # [height, width, 3]
+        self.size = [int(side) for side in size]
+        self.tiles = as_array(tiles, np.float32)  # [rows, columns, 4]
+        self.cells = as_array(cells, np.int32)  # [rows, columns]
+        if self.image.ndim != 3 or self.image.shape[2] != 3:
+            raise ValueError(f"image must be [height, width, 3], got {list(self.image.shape)}")
+        if self.cells.ndim != 2 or self.tiles.shape != (*self.cells.shape, 4):
+            shapes = f"{list(self.tiles.shape)} and {list(self.cells.shape)}"
+            raise ValueError(f"tiles must be [rows, columns, 4] and cells [rows, columns], got {shapes}")
+        if self.cells.size and not -1 <= self.cells.min() <= self.cells.max() < len(self):
+            raise ValueError(f"cells must be rows of the explanation, from 0 to {len(self) - 1}, or -1")
+
+    @property
+    def boxes(self) -> np.ndarray:
+        """[n, 4] the box around the patches of each row, in pixels of the image; zeros where it has none."""
+        found = np.zeros((len(self), 4), np.float32)  # [n, 4]
+        for row in np.unique(self.cells[self.cells >= 0]):
+            own = self.tiles[self.cells == row]  # [n_patches, 4]
+            found[row] = [*own[:, :2].min(0), *own[:, 2:].max(0)]
+        return found
+
+    def aggregate(
+        self,
+        unit: str,
+        *,
+        skip_special_tokens: bool = False,
+        regions: Any = N_REGIONS,
+        names: Sequence[str] | None = None,
+    ) -> Self:
+        """Sums over the patches of each region, or over all patches.
+
+        Each patch is counted as a whole, to the region that covers most of it, so that the sum stays the
+        same; special tokens are in no region and stay as they are. "depth" gives one row for each depth.
+
+        Args:
+            unit: "patch", "region" or "depth".
+            skip_special_tokens: leave these out first, see ``skip_special_tokens``.
+            regions: a mask, [height, width] of the image itself or [rows, columns] of patches, of integers
+                that say which region each place is in; or a number of superpixels, connected patches of
+                similar colours.
+            names: of the regions, in the order of the integers of the mask.
+        """
+        check_choice("unit", unit, self.units)
+        if skip_special_tokens:
+            return self.skip_special_tokens().aggregate(unit, regions=regions, names=names)
+        if unit == self.unit:
+            return self
+        if unit == "depth":
+            return self._without_cells()._replace(**by_depth(self))
+        if self.unit != "patch":
+            raise ValueError(f"aggregate needs the explanation of patches, this is one of {self.unit}s")
+        mask = np.asarray(regions)
+        if mask.ndim == 0:
+            region = self.superpixels(int(mask))  # [rows, columns]
+        else:
+            region = region_of_tiles(mask, self.tiles, self.size)  # [rows, columns]
+        return self._by_region(region, names)
+
+    def superpixels(self, n: int = N_REGIONS) -> np.ndarray:
+        """[rows, columns] the region of each patch: n connected regions of patches of similar colours."""
+        check_size("regions", n)
+        rows, columns = self.cells.shape
+        if n >= rows * columns:
+            return np.arange(rows * columns).reshape(rows, columns)
+        graph = require("sklearn.feature_extraction.image", "sklearn").grid_to_graph(rows, columns)
+        cluster = require("sklearn.cluster", "sklearn").AgglomerativeClustering(n, connectivity=graph)
+        found = cluster.fit_predict(self.colours().reshape(rows * columns, 3))  # [rows * columns]
+        # Numbered in the order of their first patches.
+        order = np.unique(found, return_index=True)[1].argsort().argsort()  # [n]
+        return order[found].reshape(rows, columns)
+
+    def colours(self) -> np.ndarray:
+        """[rows, columns, 3] the mean colour of each patch."""
+        height, width = self.image.shape[:2]
+        scale = np.array([width, height, width, height]) / np.array(self.size * 2)  # [4]
+        found = np.zeros((*self.cells.shape, 3))  # [rows, columns, 3]
+        for place in np.ndindex(self.cells.shape):
+            left, top, right, bottom = np.round(self.tiles[place] * scale).astype(int)
+            left, top = min(left, width - 1), min(top, height - 1)
+            found[place] = self.image[top : max(bottom, top + 1), left : max(right, left + 1)].mean((0, 1))
+        return found
+
+    def skip_special_tokens(self) -> Self:
+        """The explanation without special tokens; what they contributed is counted to the base."""
+        kept = np.cumsum(~self.special) - 1  # [n]
+        cells = np.where(self.cells < 0, -1, kept[self.cells])  # [rows, columns]
+        return super(ImageExplanation, self._without_cells()).skip_special_tokens()._replace(cells=cells)
+
+    def grid(self, output: Any = None, of: str = "values", level: int | None = None) -> np.ndarray:
+        """[rows, columns] what the row of each patch adds to the score of a class, or its credit.
+
+        Args:
+            output: the class, None for the one with the highest score.
+            of: "values" for contributions, "phi" for credit.
+            level: one depth by its position, None for the sum over depths.
+        """
+        check_choice("of", of, ("values", "phi"))
+        array = (self.values if of == "values" else self.phi)[..., self.index(output)]  # [n, depth]
+        rows = array.sum(1, dtype=np.float64) if level is None else array[:, level]  # [n]
+        return np.where(self.cells < 0, 0.0, rows[self.cells])  # [rows, columns]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write to one safetensors file, whole or not at all; ``ImageExplanation.load`` reads it."""
+        fields, names = vars(self), {*ARRAYS, "image", "tiles", "cells"}
+        tensors = {name: torch.from_numpy(field) for name, field in fields.items() if name in names}
+        about = {name: field for name, field in fields.items() if name not in names}
+        save_tensors(path, tensors, {"kind": "explanation of an image", **about})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Self:
+        """Read what ``save`` wrote."""
+        tensors, about = load_tensors(path, "explanation of an image")
+        del about["kind"]
+        return cls(**{**tensors, **about})
+
+    def to_html(
+        self, path: str | os.PathLike, *, unit: str = "region", outputs: Sequence[Any] | None = None
+    ) -> None:
+        """Write a web page that needs nothing but itself, whole or not at all.
+
+        Args:
+            path: the file; what was there is replaced.
+            unit: what to list: "patch", "region" or "depth".
+            outputs: the classes to explain, None for the three with the highest scores.
+        """
+        from vecroute.explain.image_html import page
+
+        write_file(path, page(self, unit, outputs).encode())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from vecroute.explain.image_html import fragment
+
+        return fragment(self)
+
+    def plot(
+        self,
+        kind: str = "overlay",
+        *,
+        output: Any = None,
+        other: Any = None,
+        of: str = "values",
+        k: int = 20,
+        ax: Any = None,
+    ):
+        """Draw with matplotlib: (fig, ax).
+
+        Args:
+            kind: "overlay" on the image, summed over depths; "map" of patches at each depth as in the paper,
+                special tokens left out; "compare" two classes side by side, ax is then a pair; or "bars" that
+                add up to the score.
+            output: the class, None for the one with the highest score.
+            other: the class to compare with, None for the highest score of the others.
+            of: "values" for contributions, "phi" for absolute credit as in the paper.
+            k: number of bars; what is left has one together.
+            ax: where to draw, None for a new figure.
+        """
+        from vecroute.explain.image_plots import plot
+
+        return plot(self, kind, output=output, other=other, of=of, k=k, ax=ax)
+
+    def to_png(self, path: str | os.PathLike, kind: str = "overlay", **options: Any) -> None:
+        """Write what ``plot`` draws, whole or not at all."""
+        from vecroute.explain.image_plots import png
+
+        write_file(path, png(self, kind, **options))
+
+    def to_rich(self, *, output: Any = None, k: int = 10, unit: str = "region"):
+        """For a terminal, something that rich prints: the account of a score."""
+        from vecroute.explain.terminal import renderable
+
+        return renderable(self.aggregate(unit) if self.unit == "patch" else self, output, k)
+
+    def _without_cells(self) -> Self:
+        """The same with patches of no row, so that rows can be changed."""
+        return self._replace(cells=np.full_like(self.cells, -1))
+
+    def _by_region(self, region: np.ndarray, names: Sequence[str] | None) -> Self:
+        """Sums by region, [rows, columns]; special tokens come first."""
+        numbers, group = np.unique(region, return_inverse=True)  # [n_regions], of each patch
+        if names is not None and len(names) != len(numbers):
+            raise ValueError(
+                f"names must be {len(numbers)}, one for each region with patches, got {len(names)}"
+            )
+        called = [f"region {number}" for number in numbers] if names is None else list(names)
+        group = group.reshape(self.cells.shape)  # [rows, columns]
+        lone = np.setdiff1d(np.arange(len(self)), self.cells)  # rows of no patch: special tokens
+        row_of = np.empty(len(self), np.int64)  # [n]
+        row_of[lone] = np.arange(len(lone))
+        row_of[self.cells] = group + len(lone)
+        sums = np.zeros((2, len(lone) + len(numbers), *self.values.shape[1:]))  # [2, n_rows, depth, n_cls]
+        np.add.at(sums[0], row_of, self.values)
+        np.add.at(sums[1], row_of, self.phi)
+        return self._replace(
+            values=sums[0],
+            phi=sums[1],
+            pieces=[self.pieces[row] for row in lone] + called,
+            offsets=np.zeros((sums.shape[1], 2)),
+            special=[*self.special[lone], *(False for _ in numbers)],
+            chunk=None,
+            cells=group + len(lone),
+            unit="region",
+        )
+
+
+def region_of_tiles(mask: np.ndarray, tiles: np.ndarray, size: Sequence[int]) -> np.ndarray:
+    """[rows, columns] the region that covers most of each patch.
+
+    Raises:
+        ValueError: a mask of another shape, or not of integers.
+    """
+    shapes = [[size[1], size[0]], list(tiles.shape[:2])]
+    if list(mask.shape) not in shapes or (
+        not np.issubdtype(mask.dtype, np.integer) and mask.dtype != np.bool_
+    ):
+        expected = f"integers, [height, width] = {shapes[0]} or [rows, columns] = {shapes[1]}"
+        raise ValueError(f"regions must be {expected}, got {mask.dtype} {list(mask.shape)}")
+    if list(mask.shape) == shapes[1]:
+        return mask.astype(np.int64)
+    found = np.zeros(tiles.shape[:2], np.int64)  # [rows, columns]
+    for place in np.ndindex(found.shape):
+        left, top, right, bottom = np.round(tiles[place]).astype(int)
+        left, top = min(left, size[0] - 1), min(top, size[1] - 1)
+        numbers, counts = np.unique(
+            mask[top : max(bottom, top + 1), left : max(right, left + 1)], return_counts=True
+        )
+        found[place] = numbers[counts.argmax()]
+    return found
+
+
+def explain_image(
+    encoder: VisionEncoder, head: nn.Module, picture: Picture, outputs: Sequence[int], names: Sequence[str]
+) -> ImageExplanation:
+    """What each patch at each depth adds to some outputs of a head on a frozen encoder.
+
+    It takes one backward pass for each of the outputs asked for, and nothing that grows with the others.
+
+    Args:
+        encoder: a ``VisionEncoder``.
+        head: a ``RoutingHead`` on its hidden states.
+        picture: the image.
+        outputs: which classes, by number.
+        names: what they are called.
+    """
+    image = picture.open()
+    (hidden,) = encoder.encode([picture])
+    like = next(head.parameters())
+    hidden = hidden.clone().to(like.device, torch.float32)  # [n_pos, depth, d_emb]
+    values, phi, base, scores = explain_hidden(head, hidden, outputs)
+    patches = encoder.patches(image.size, picture.name)
+    n_special = sum(patches.special)
+    tiles = np.array(patches.boxes[n_special:]).reshape(*patches.grid, 4)  # [rows, columns, 4]
+    small = image.copy()
+    small.thumbnail((LONGEST, LONGEST))
+    return ImageExplanation(
+        values=values,
+        phi=phi,
+        base_values=base,
+        scores=scores,
+        output_names=names,
+        text=picture.name,
+        pieces=patches.names,
+        special=patches.special,
+        depths=encoder.depths,
+        image=np.asarray(small),
+        size=image.size,
+        tiles=tiles,
+        cells=np.arange(n_special, encoder.n_pos).reshape(patches.grid),
+    )
+
+
+def explain_hidden(
+    head: Any, hidden: Tensor, outputs: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Contributions, credit [n_pos, depth, n], base and scores [n] of hidden states [n_pos, depth, d_emb]."""
+    shape = (*hidden.shape[:2], len(outputs))
+    x_inp, _ = head.flatten(hidden)  # [i, d]
+    parts = [contributions(head.network, x_inp, output=j) for j in outputs]
+    values = torch.stack([part.values for part in parts], -1)  # [i, n]
+    with torch.no_grad():
+        credit = head.route(hidden).phi.unit_variance()
+        phi = torch.stack([credit.column(j) for j in outputs], -1)  # [i, n]
+    base, scores = (torch.stack([getattr(part, name) for part in parts]) for name in ("base", "output"))
+    return values.reshape(shape), phi.reshape(shape), base, scores

@@ -1,0 +1,131 @@
+"""The explanation of an image as HTML: the image itself is in the page, and nothing comes from elsewhere."""
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vecroute.explain.html import (
+    N_OUTPUTS,
+    STYLE,
+    bars,
+    colour,
+    depths,
+    environment,
+    page_numbers,
+)
+from vecroute.explain.image_plots import layout
+from vecroute.explain.shown import caption, shown
+from vecroute.storage import require
+
+if TYPE_CHECKING:
+    from vecroute.explain.image import ImageExplanation
+
+WIDTH = 384  # of the image on the page
+EXACT_PIXELS = 128 * 128  # larger images are compressed with loss
+CELL = 8  # pixels of a patch in the map of a depth
+
+
+def page(explanation: "ImageExplanation", unit: str = "region", outputs: Sequence[Any] | None = None) -> str:
+    """A whole page, for a file."""
+    part = content(explanation, unit, outputs, "v0")
+    return environment().get_template("image_page.html").render({"part": part, **part, **STYLE})
+
+
+def fragment(
+    explanation: "ImageExplanation", unit: str = "region", outputs: Sequence[Any] | None = None
+) -> str:
+    """A part of a page, such as the output of a cell of a notebook."""
+    part = content(explanation, unit, outputs, f"v{next(page_numbers)}")
+    return environment().get_template("image.html").render(part | STYLE)
+
+
+def content(
+    explanation: "ImageExplanation", unit: str, outputs: Sequence[Any] | None, prefix: str
+) -> dict[str, Any]:
+    """What a fragment is filled with, whose ids all begin with the prefix."""
+    rows = explanation.aggregate(unit) if explanation.unit == "patch" else explanation
+    if outputs is None:
+        best = np.argsort(-explanation.scores, kind="stable")[:N_OUTPUTS]
+        outputs = [explanation.output_names[j] for j in best]
+    grids = [explanation.grid(name) for name in outputs]  # [rows, columns] each
+    largest = max(float(abs(grid).max()) for grid in grids)
+    width, height = explanation.size
+    return {
+        "prefix": prefix,
+        "title": caption(explanation.text, 60),
+        "unit": rows.unit,
+        "n_outputs": len(explanation.output_names),
+        "image": data_uri(explanation.image),
+        "size": (width, height),
+        "shown": (WIDTH, round(WIDTH * height / width)),
+        "cell": (CELL * explanation.cells.shape[1], CELL * explanation.cells.shape[0]),
+        "panels": [panel(explanation, rows, name) for name in outputs],
+        "compared": [
+            {"name": caption(str(name), 100), "tiles": tiles(explanation, grid, largest)}
+            for name, grid in zip(outputs[:2], grids, strict=False)
+        ],
+    }
+
+
+def data_uri(image: np.ndarray) -> str:
+    """An image [height, width, 3] as an address that holds all of it."""
+    buffer = io.BytesIO()
+    kind = "png" if image.shape[0] * image.shape[1] <= EXACT_PIXELS else "jpeg"
+    require("PIL.Image", "images").fromarray(image).save(buffer, kind)
+    return f"data:image/{kind};base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def panel(explanation: "ImageExplanation", rows: "ImageExplanation", output: Any) -> dict[str, Any]:
+    """All that is shown of one class."""
+    numbers = shown(rows, output)
+    by_depth = rows.aggregate("depth")
+    grid = explanation.grid(output)  # [rows, columns]
+    return {
+        "name": caption(rows.output_names[rows.index(output)], 100),
+        "score": numbers.number(numbers.score),
+        "tiles": tiles(explanation, grid, float(abs(grid).max())),
+        "bars": bars(rows, numbers, output),
+        "depths": depths(by_depth, shown(by_depth, output, numbers.decimals)) if len(by_depth) > 1 else [],
+        "maps": maps(explanation, output) if len(explanation.depths) > 1 else [],
+        "across": layout(len(explanation.depths))[0],
+    }
+
+
+def tiles(explanation: "ImageExplanation", grid: np.ndarray, largest: float) -> list[dict[str, Any]]:
+    """Each patch of some strength with its box, its colour and its number."""
+    return [
+        {
+            "box": [round(float(side), 2) for side in (left, top, right - left, bottom - top)],
+            "colour": shade,
+            "number": f"{value:+.3g}",
+        }
+        for place, value in np.ndenumerate(grid)
+        for left, top, right, bottom in [explanation.tiles[place].tolist()]
+        if (shade := colour(float(value), largest)) and right > left and bottom > top
+    ]
+
+
+def maps(explanation: "ImageExplanation", output: Any) -> list[dict[str, Any]]:
+    """The map of patches at each depth, the embeddings first, all on one scale."""
+    grids = [explanation.grid(output, level=level) for level in range(len(explanation.depths))]
+    largest = max(float(abs(grid).max()) for grid in grids)
+    return [
+        {"name": name, "paths": squares(grid, largest)}
+        for name, grid in zip(explanation.depth_names, grids, strict=True)
+    ]
+
+
+def squares(grid: np.ndarray, largest: float) -> dict[str, str]:
+    """A path for each colour, and one of the dashes that mark what lowers a score."""
+    paths: dict[str, str] = {}
+    side = CELL - 1
+    for (y, x), value in np.ndenumerate(grid):
+        shade = colour(float(value), largest)
+        if shade:
+            paths[shade] = paths.get(shade, "") + f"M{x * CELL} {y * CELL}h{side}v{side}h-{side}z"
+            if value < 0 and abs(value) > largest / 4:
+                paths["dash"] = paths.get("dash", "") + f"M{x * CELL + 2} {y * CELL + CELL / 2 - 0.5}h3"
+    return dict(sorted(paths.items(), key=lambda item: item[0] == "dash"))

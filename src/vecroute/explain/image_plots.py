@@ -1,0 +1,154 @@
+"""Explanations of images drawn with matplotlib: heat on the image, the map of patches at each depth."""
+
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vecroute.explain import plots
+from vecroute.explain.plots import DOWN, GROUND, UP
+from vecroute.explain.shown import caption
+from vecroute.ops.checks import check_choice
+from vecroute.storage import require
+
+if TYPE_CHECKING:
+    from vecroute.explain.image import ImageExplanation
+
+KINDS = ("overlay", "map", "compare", "bars")
+MOST_OPAQUE = 0.75  # of the strongest patch, so that the image still shows
+
+
+def plot(
+    explanation: "ImageExplanation",
+    kind: str = "overlay",
+    *,
+    output: Any = None,
+    other: Any = None,
+    of: str = "values",
+    k: int = 20,
+    ax: Any = None,
+) -> tuple[Any, Any]:
+    """The figure and the axes that were drawn on; see ``ImageExplanation.plot``."""
+    check_choice("kind", kind, KINDS)
+    check_choice("of", of, ("values", "phi"))
+    if ax is None:
+        pyplot = require("matplotlib.pyplot", "plot")
+        _, ax = pyplot.subplots(1, columns(kind), figsize=size(explanation, kind, k), layout="constrained")
+    draw(explanation, kind, output, other, of, k, ax)
+    return (ax[0] if kind == "compare" else ax).figure, ax
+
+
+def png(explanation: "ImageExplanation", kind: str = "overlay", dpi: int = 150, **options: Any) -> bytes:
+    """What ``plot`` draws as the bytes of a PNG file."""
+    figure = require("matplotlib.figure", "plot").Figure(
+        figsize=size(explanation, kind, options.get("k", 20)), layout="constrained"
+    )
+    plot(explanation, kind, ax=figure.subplots(1, columns(kind)), **options)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()
+
+
+def columns(kind: str) -> int:
+    return 2 if kind == "compare" else 1
+
+
+def size(explanation: "ImageExplanation", kind: str, k: int) -> tuple[float, float]:
+    """Width and height in inches."""
+    if kind == "bars":
+        return plots.size(explanation, kind, k)
+    if kind == "map":
+        across, down = layout(len(explanation.depths))
+        return 1.2 + 1.3 * across, 0.6 + 1.5 * down
+    shape = explanation.size[1] / explanation.size[0]
+    return 4.6 * columns(kind), min(max(4.0 * shape, 2.0), 12.0) + 0.5
+
+
+def layout(n: int) -> tuple[int, int]:
+    """How many maps go side by side and one below the other."""
+    across = math.ceil(math.sqrt(1.6 * n))
+    return across, math.ceil(n / across)
+
+
+def draw(
+    explanation: "ImageExplanation", kind: str, output: Any, other: Any, of: str, k: int, ax: Any
+) -> None:
+    """Draw on the axes, a pair of them for "compare"."""
+    if kind == "bars":
+        plots.draw_bars(ax, explanation, output, k)
+        return
+    if kind == "map":
+        draw_map(ax, explanation, output, of)
+        return
+    names = [output] if kind == "overlay" else two_classes(explanation, output, other)
+    grids = [strength(explanation.grid(name, of), of) for name in names]  # [rows, columns] each
+    largest = max(float(abs(grid).max()) for grid in grids) or 1.0
+    for axes, name, grid in zip(ax if kind == "compare" else [ax], names, grids, strict=True):
+        draw_overlay(axes, explanation, grid, largest)
+        j = explanation.index(name)
+        title = f"{caption(explanation.output_names[j])}: {explanation.scores[j]:.3g}"
+        axes.set_title(title, parse_math=False, fontsize=10)
+
+
+def two_classes(explanation: "ImageExplanation", output: Any, other: Any) -> list[str]:
+    """The names of the two classes to compare."""
+    first = explanation.index(output)
+    ranked = [j for j in np.argsort(-explanation.scores, kind="stable") if j != first]
+    if not ranked:
+        raise ValueError(
+            f"compare needs two classes, this explains {explanation.output_names[first]!r} alone"
+        )
+    second = ranked[0] if other is None else explanation.index(other)
+    return [explanation.output_names[first], explanation.output_names[second]]
+
+
+def strength(grid: np.ndarray, of: str) -> np.ndarray:
+    """Contributions as they are, credit without its sign, as in the paper."""
+    return abs(grid) if of == "phi" else grid
+
+
+def draw_overlay(ax: Any, explanation: "ImageExplanation", grid: np.ndarray, largest: float) -> None:
+    """The image, and over it each patch in a colour of its strength; what lowers the score is hatched."""
+    width, height = explanation.size
+    ax.imshow(explanation.image, extent=(0, width, height, 0), interpolation="nearest")
+    rectangle = require("matplotlib.patches", "plot").Rectangle
+    for place, value in np.ndenumerate(grid):
+        left, top, right, bottom = explanation.tiles[place]
+        share = min(abs(value) / largest, 1.0)
+        if share < 0.02 or right <= left or bottom <= top:
+            continue
+        marked = {"hatch": "///", "edgecolor": (0, 0, 0, 0.35)} if value < 0 and share > 0.25 else {}
+        patch = rectangle((left, top), right - left, bottom - top, **{"edgecolor": "none", **marked})
+        patch.set_facecolor((*colour(UP if value > 0 else DOWN), MOST_OPAQUE * share))
+        patch.set_linewidth(0)
+        ax.add_patch(patch)
+    ax.set_axis_off()
+
+
+def colour(name: str) -> tuple[float, float, float]:
+    return require("matplotlib.colors", "plot").to_rgb(name)
+
+
+def draw_map(ax: Any, explanation: "ImageExplanation", output: Any, of: str) -> None:
+    """A map of all patches for each depth, from the embeddings on, left to right and down."""
+    rows, n_columns = explanation.cells.shape
+    across, down = layout(len(explanation.depths))
+    sheet = np.full((down * (rows + 2), across * (n_columns + 1)), np.nan)
+    for level, name in enumerate(explanation.depth_names):
+        top, left = (level // across) * (rows + 2) + 1, (level % across) * (n_columns + 1)
+        sheet[top : top + rows, left : left + n_columns] = strength(explanation.grid(output, of, level), of)
+        ax.text(left - 0.4, top - 0.7, name, fontsize=7, va="bottom", parse_math=False)
+    largest = float(np.nanmax(abs(sheet))) or 1.0
+    colours = require("matplotlib.colors", "plot").LinearSegmentedColormap.from_list
+    signed = of == "values"
+    scale = colours("", [DOWN, GROUND, UP] if signed else [GROUND, UP])
+    image = ax.imshow(sheet, cmap=scale, vmin=-largest if signed else 0.0, vmax=largest, interpolation="none")
+    # Not by colour alone: what lowers the score has a dash.
+    y, x = np.nonzero(sheet < -largest / 4)
+    ax.scatter(x, y, marker="_", color="black", s=8, linewidths=0.6)
+    ax.set_axis_off()
+    what = "contribution to the score" if signed else "absolute credit"
+    name = caption(explanation.output_names[explanation.index(output)])
+    ax.set_title(f"{what} of {name}", parse_math=False, fontsize=10)
+    ax.figure.colorbar(image, ax=ax, fraction=0.03, pad=0.02)
