@@ -1,14 +1,18 @@
-# `make test` and `make check` set up .venv by themselves; only Python 3.11 or newer and make are needed.
+# Every target sets up .venv by itself; only Python 3.11 or newer and make are needed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BROWSER := $(VENV)/.browser
 
-.PHONY: test test-all test-gpu check format bench build clean
+.PHONY: test demo test-all test-gpu check format bench build clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
+
+# Film review sentences: fit, compare with logistic regression, explain. Model and report go to demo/.
+demo: $(INSTALLED)
+	$(BIN)/vecroute demo --out demo
 
 test-all: $(INSTALLED) $(BROWSER)
 	$(BIN)/python -m pytest -n 2 -m "not gpu"

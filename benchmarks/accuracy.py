@@ -27,7 +27,7 @@ SEEDS = 5
 ROUTING = {"implementation": "reference"}  # which can be stacked
 # Of each head two shapes, each with the share of inputs that it is trained without; ten recipes for each.
 SHAPES: dict[str, tuple[str, list[tuple[dict[str, Any], float]]]] = {
-    "routing": ("routing", [(ROUTING, drop) for drop in (0.3, 0.6)]),
+    "routing": ("wide", [(ROUTING, drop) for drop in (0.3, 0.6)]),
     "paper": ("paper", [(ROUTING, 0.3), (ROUTING | {"score_scale": 0.1}, 0.6)]),
     "probe": ("probe", [({}, 0.3), ({"d_mlp": 768}, 0.6)]),
     "probe, MLPs": ("probe", [({"d_inp_mlp": 512, "gated": True}, drop) for drop in (0.3, 0.6)]),

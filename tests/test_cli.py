@@ -369,7 +369,7 @@ def test_tables_that_cannot_be_fitted(run, tiny, tmp_path, change, message):
     [
         (("--encoder", "someone/model-that-is-nowhere"), "could not be loaded"),
         (("--encoder", "nowhere/at/all"), "encoder 'nowhere/at/all' could not be loaded"),
-        (("--head", "nonsense"), "head must be one of 'routing', 'paper'"),
+        (("--head", "nonsense"), "head must be one of 'routing', 'wide', 'paper'"),
         (("--device", "nonsense"), "device must be cpu, cuda, cuda:0, ..., got 'nonsense'"),
         (("--max-length", "9999"), "at most the 40 positions"),
         (("--stride", "100"), "stride must be from 0 to"),

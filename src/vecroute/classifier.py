@@ -37,8 +37,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
         head: "routing" or "paper".
         head_options: for the head, see ``vecroute.RoutingHead``.
-        max_epochs, batch_size, lr, weight_decay, drop_inputs, mixup, label_smoothing, patience,
-            mixed_precision, shard_inputs: see ``vecroute.training.Recipe``.
+        max_epochs, batch_size, lr, weight_decay, drop_inputs, drop_features, mixup, label_smoothing,
+            patience, mixed_precision, shard_inputs: see ``vecroute.training.Recipe``.
         validation_fraction: of the texts, on which training is validated; 0 for none.
         class_weight: None, "balanced", or a dict by label.
         multi_label: whether a text may have any number of labels: y is then a collection of labels for each
@@ -72,10 +72,11 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         max_epochs: int | None = None,
         batch_size: int = 32,
         lr: float = 3e-3,
-        weight_decay: float = 0.05,
-        drop_inputs: float = 0.5,
+        weight_decay: float = 0.5,
+        drop_inputs: float = 0.8,
+        drop_features: float = 0.3,
         mixup: float = 0.0,
-        label_smoothing: float = 0.0,
+        label_smoothing: float = 0.1,
         patience: int = 5,
         mixed_precision: str = "auto",
         shard_inputs: bool = False,
@@ -102,6 +103,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         self.lr = lr
         self.weight_decay = weight_decay
         self.drop_inputs = drop_inputs
+        self.drop_features = drop_features
         self.mixup = mixup
         self.label_smoothing = label_smoothing
         self.patience = patience

@@ -1,4 +1,4 @@
-"""What is random in training: the order of samples, the inputs left out, the mixing of samples."""
+"""What is random in training: the order of samples, what of them is left out, the mixing of samples."""
 
 import hashlib
 from collections.abc import Sequence
@@ -44,6 +44,20 @@ def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generat
     drawn = torch.rand(used.shape, generator=generator).to(mask.device)  # [b, n_pos, depth]
     keep = used & (drawn >= share)  # [b, n_pos, depth]
     return torch.where(keep.any((1, 2), keepdim=True), keep, used)  # [b, n_pos, depth]
+
+
+def drop_features(hidden: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Set a share of the features to zero, the same ones in all hidden states of a sample.
+
+    Args:
+        hidden: [b, n_pos, depth, d_emb].
+        share: from 0 to 1.
+        generator: on the CPU.
+    """
+    if not share:
+        return hidden
+    drawn = torch.rand(len(hidden), 1, 1, hidden.shape[-1], generator=generator)  # [b, 1, 1, d_emb]
+    return hidden * (drawn >= share).to(hidden.device)  # [b, n_pos, depth, d_emb]
 
 
 def mix(

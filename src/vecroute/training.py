@@ -23,7 +23,7 @@ from vecroute.distributed import own_rows, shard_inputs
 from vecroute.encoders.loading import pick_device
 from vecroute.encoders.text import length_batches
 from vecroute.progress import progress_bar
-from vecroute.sampling import drop_inputs, mix, seeded, shuffled_batches
+from vecroute.sampling import drop_features, drop_inputs, mix, seeded, shuffled_batches
 from vecroute.storage import load_tensors, save_tensors
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class Recipe:
         batch_size: samples per step and process.
         lr, weight_decay: of AdamW.
         drop_inputs: share of the input vectors that each step leaves out, never all of a sample.
+        drop_features: share of the features that are zero in all hidden states of a sample in a step.
         mixup: parameter of the beta distribution by which pairs of samples are mixed, 0 for none.
         label_smoothing: share of each target that is spread over all classes.
         patience: training stops after so many epochs in a row whose validation accuracy was worse than the
@@ -59,10 +60,11 @@ class Recipe:
     max_epochs: int | None = None
     batch_size: int = 32
     lr: float = 3e-3
-    weight_decay: float = 0.05
-    drop_inputs: float = 0.5
+    weight_decay: float = 0.5
+    drop_inputs: float = 0.8
+    drop_features: float = 0.3
     mixup: float = 0.0
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.1
     patience: int = 5
     mixed_precision: str = "auto"
     shard_inputs: bool = False
@@ -224,6 +226,7 @@ class Trainer:
             hidden, mask, targets = self.load_batch(part)
             keep = drop_inputs(mask, hidden.shape[2], recipe.drop_inputs, generator)  # [b, n_pos, depth]
             keep = self.own_positions(keep)  # [b, n_pos, depth]
+            hidden = drop_features(hidden, recipe.drop_features, generator)  # [b, n_pos, depth, d_emb]
             if recipe.mixup:
                 hidden, keep, targets = mix(hidden, keep, targets, recipe.mixup, generator)
             last = position == len(parts) - 1

@@ -38,6 +38,7 @@ __all__ = [
 # By the names that ``RoutingClassifier(head=...)`` takes.
 HEADS: dict[str, Callable[..., nn.Module]] = {
     "routing": RoutingHead,
+    "wide": RoutingHead.wide,
     "paper": RoutingHead.paper,
     "mean_last": PoolingHead.mean_last,
     "mean_all": PoolingHead.mean_all,

@@ -27,7 +27,7 @@ class RoutingHead(nn.Module):
         n_cls: number of classes.
         n_hid, d_hid: number and size of the hidden vectors, d_hid=None for d_emb.
         d_mlp: width of the MLPs, None for a quarter of d_emb, 0 for no MLPs.
-        gated: whether the MLPs are gated ones.
+        gated: whether the MLPs are gated ones, see ``vecroute.heads.GatedMLP``, or plain ones.
         n_routings: 2, or more for routings from the hidden vectors to as many others.
         n_parallel: how many such networks of routings share the first MLP and add up their scores.
         n_iters, implementation: of every routing.
@@ -92,6 +92,15 @@ class RoutingHead(nn.Module):
             self.network = Sequential(inputs, *routings())
         else:
             self.network = Sequential(inputs, Sum(*(Sequential(*routings()) for _ in range(n_parallel))))
+
+    @classmethod
+    def wide(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
+        """Wide gated MLPs and 4 hidden vectors: more accurate on much data, at a lower learning rate (1e-3).
+
+        On a few hundred texts it is worse than the default, and it takes three times as long.
+        """
+        options = {"n_hid": 4, "d_mlp": max(4 * d_emb // 3, 1), "gated": True} | options
+        return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, **options)
 
     @classmethod
     def paper(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
