@@ -372,3 +372,27 @@ class TestPages:
             if "id" in e.attributes
         ]
         assert len(ids) == len(set(ids)) > 0
+
+    def test_regions_are_outlined_and_named_on_the_image(self):
+        mask = np.array([[0, 0, 1, 1]] * 3)
+        parsed = Parser(page(explain().aggregate("region", regions=mask, names=["left", "right"])))
+        outlines = {e.attributes["d"] for e in parsed.root.all("path", **{"class": "outline"})}
+        assert outlines == {"M40 0V20M40 20V40M40 40V60"}
+        named = {(e.text, float(e.attributes["x"])) for e in parsed.root.all("text")}
+        assert {name for name, _ in named} == {"left", "right"}
+        assert all((x < 40) is (name == "left") for name, x in named)
+        assert not list(Parser(page(explain(), "patch")).root.all("path", **{"class": "outline"}))
+
+    def test_maps_have_a_square_for_each_patch(self):
+        found = explain(depth=3)
+        parsed = Parser(page(found, outputs=["dog"]))
+        maps = list(parsed.root.all("svg", **{"class": "map"}))
+        assert [(e.attributes["width"], e.attributes["height"]) for e in maps] == [("32", "24")] * 3
+        grids = [found.grid("dog", level=level) for level in range(3)]
+        largest = max(abs(grid).max() for grid in grids)
+        for drawn, grid in zip(maps, grids, strict=True):
+            paths = [e for e in drawn.all("path") if e.attributes["class"] != "dash"]
+            assert (
+                sum(e.attributes["d"].count("M") for e in paths)
+                == (np.round(9 * abs(grid) / largest) > 0).sum()
+            )

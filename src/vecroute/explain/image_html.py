@@ -61,7 +61,9 @@ def content(
         "image": data_uri(explanation.image),
         "size": (width, height),
         "shown": (WIDTH, round(WIDTH * height / width)),
-        "cell": (CELL * explanation.cells.shape[1], CELL * explanation.cells.shape[0]),
+        "map_size": (CELL * explanation.cells.shape[1], CELL * explanation.cells.shape[0]),
+        "outline": outline(rows),
+        "labels": labels(rows),
         "panels": [panel(explanation, rows, name) for name in outputs],
         "compared": [
             {"name": caption(str(name), 100), "tiles": tiles(explanation, grid, largest)}
@@ -76,6 +78,36 @@ def data_uri(image: np.ndarray) -> str:
     kind = "png" if image.shape[0] * image.shape[1] <= EXACT_PIXELS else "jpeg"
     require("PIL.Image", "images").fromarray(image).save(buffer, kind)
     return f"data:image/{kind};base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def outline(rows: "ImageExplanation") -> str:
+    """A path along the edges between patches of different rows, for regions."""
+    if rows.unit != "region":
+        return ""
+    path, cells = "", rows.cells
+    for (y, x), row in np.ndenumerate(cells):
+        left, top, right, bottom = rows.tiles[y, x].round(2).tolist()
+        if x + 1 < cells.shape[1] and cells[y, x + 1] != row:
+            path += f"M{right:g} {top:g}V{bottom:g}"
+        if y + 1 < cells.shape[0] and cells[y + 1, x] != row:
+            path += f"M{left:g} {bottom:g}H{right:g}"
+    return path
+
+
+def labels(rows: "ImageExplanation") -> list[dict[str, Any]]:
+    """What each region is called, on the patch of it that is nearest to its middle."""
+    found: list[dict[str, Any]] = []
+    for row in np.unique(rows.cells[rows.cells >= 0]) if rows.unit == "region" else []:
+        middles = (rows.tiles[rows.cells == row][:, :2] + rows.tiles[rows.cells == row][:, 2:]) / 2  # [n, 2]
+        x, y = middles[abs(middles - middles.mean(0)).sum(1).argmin()].tolist()
+        found.append(
+            {
+                "x": round(x, 2),
+                "y": round(y, 2),
+                "text": caption(rows.pieces[row].removeprefix("region "), 20),
+            }
+        )
+    return found
 
 
 def panel(explanation: "ImageExplanation", rows: "ImageExplanation", output: Any) -> dict[str, Any]:

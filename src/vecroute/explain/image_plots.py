@@ -111,7 +111,8 @@ def strength(grid: np.ndarray, of: str) -> np.ndarray:
 def draw_overlay(ax: Any, explanation: "ImageExplanation", grid: np.ndarray, largest: float) -> None:
     """The image, and over it each patch in a colour of its strength; what lowers the score is hatched."""
     width, height = explanation.size
-    ax.imshow(explanation.image, extent=(0, width, height, 0), interpolation="nearest")
+    grey = explanation.image.mean(-1)  # [height, width], so that the colours are those of the patches alone
+    ax.imshow(grey, extent=(0, width, height, 0), interpolation="nearest", cmap="gray", vmin=-80, vmax=300)
     rectangle = require("matplotlib.patches", "plot").Rectangle
     for place, value in np.ndenumerate(grid):
         left, top, right, bottom = explanation.tiles[place]
