@@ -162,7 +162,7 @@ def solve(
     active = torch.ones_like(least, dtype=torch.bool)  # [...]
     converged = ~active  # [...]
     steps = torch.zeros_like(active, dtype=torch.long)  # [...]
-    residuals: list[Tensor] = []
+    residuals = least[..., None].repeat_interleave(options.max_iters, -1)  # [..., t]
     history: list[tuple[Tensor, Tensor]] = []
     rounding = 10 * torch.finfo(x.dtype).eps
     for step in range(1, options.max_iters + 1):
@@ -177,22 +177,23 @@ def solve(
                 "samples: look for NaN or very large numbers in x_inp and in the parameters"
             )
         # A sample that stopped keeps its state, so that it does not depend on the others.
-        residual = residual.where(active, residuals[-1] if residuals else residual)  # [...]
+        residual = residual.where(active, residuals[..., step - 2])  # [...]
         better = residual < least  # [...]
         at_rest = (residual <= rounding * length) & ~better  # [...]
         best = x.where(better[..., None, None], best)  # [..., j, h]
         least = residual.where(better, least)  # [...]
-        residuals.append(residual)
+        residuals[..., step - 1] = residual
         steps += active
         converged |= (residual <= options.tol) | at_rest
         active = ~converged & residual.isfinite()  # [...]
         if not active.any():
             break
-        history = [*history[1 - WINDOW :], (x, y)]
-        accelerate = options.solver == "anderson" and (linear or step > WARM_UP)
-        following = _anderson(history).to(y.dtype) if accelerate else y  # [..., j, h]
-        x = following.where(active[..., None, None], x)  # [..., j, h]
-    return best, Convergence(steps, torch.stack(residuals, -1), converged)
+        if options.solver == "anderson":
+            history = [*history[1 - WINDOW :], (x, y)]
+            if linear or step > WARM_UP:
+                y = _anderson(history).to(y.dtype)  # [..., j, h]
+        x = y.where(active[..., None, None], x)  # [..., j, h]
+    return best, Convergence(steps, residuals[..., :step].clone(), converged)
 
 
 def _norm(x: Tensor) -> Tensor:
