@@ -164,7 +164,7 @@ class TestHtml:
         for element in html.every:
             assert not any(key.startswith("on") or key in ("src", "href") for key in element.attributes)
         shown_texts = [p.text for p in html.root.all("p", **{"class": "text"})]
-        assert shown_texts == [visible(text)] * 3 if text else shown_texts == []
+        assert shown_texts == [visible(text)] * 4 if text else shown_texts == []  # the margin too
         assert "<b>bad</b>" in {bdi.text for bdi in html.root.all("bdi")}
 
     @pytest.mark.parametrize("unit", ["token", "word", "sentence", "chunk", "depth"])
@@ -173,20 +173,23 @@ class TestHtml:
         explanation = explain(TEXT * 3, names=("a", "b", "c"), scale=scale)
         html = Parser(page(explanation, unit))
         sections = list(html.root.all("section"))
-        assert len(sections) == 3
-        order = np.argsort(-explanation.scores)
-        for j, section in zip(order, sections, strict=True):
+        # The margin first, then the classes from the highest score down.
+        names = [explanation.output_names[j] for j in np.argsort(-explanation.scores)]
+        explained = [explanation.margin(), *(explanation[name] for name in names)]
+        titles = [next(section.all("h2")).text.partition(":")[0] for section in sections]
+        assert titles == [f"Score of {one.output_names[0]}" for one in explained]
+        for one, section in zip(explained, sections, strict=True):
             (title,) = section.all("h2")
             score = Decimal(title.text.rpartition(": ")[2])
             unit_shown = 10.0 ** score.as_tuple().exponent
-            assert float(score) == pytest.approx(explanation.scores[j], abs=0.51 * unit_shown)
+            assert float(score) == pytest.approx(one.scores[0], abs=0.51 * unit_shown)
             *tables, everything = section.all("table")
             assert len(tables) == 1 + (unit != "depth")
             for table in tables:
                 *lines, foot = numbers_of(table)
                 assert sum(lines) == foot == score
             base = numbers_of(tables[0])[-2]
-            assert float(base) == pytest.approx(explanation.base_values[j], abs=0.51 * unit_shown)
+            assert float(base) == pytest.approx(one.base_values[0], abs=0.51 * unit_shown)
             assert sum(numbers_of(everything)) + base == score
 
     def test_the_numbers_in_the_text_add_up(self):
@@ -203,7 +206,7 @@ class TestHtml:
             assert sum(titles) + numbers["base"] + numbers["special tokens"] == numbers["score"]
 
     def test_marks_do_not_rest_on_colour(self):
-        (section, _) = Parser(page(explain(TEXT))).root.all("section")
+        section = next(Parser(page(explain(TEXT))).root.all("section"))
         spans = [span for span in section.all("span") if "title" in span.attributes]
         for span in spans:
             value, kind = Decimal(span.attributes["title"]), span.attributes.get("class", "")
@@ -278,7 +281,7 @@ class TestHtml:
         html = page(explanation)
         assert len(html.encode()) < 2_000_000
         # Too many words and sentences for a map.
-        assert [h3.text for h3 in Parser(html).root.all("h3")] == ["Depth by chunk"] * 3
+        assert [h3.text for h3 in Parser(html).root.all("h3")] == ["Depth by chunk"] * 4
 
     def test_the_map(self):
         explanation = explain("ab cd", names=("one",), depth=2)

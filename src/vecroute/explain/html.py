@@ -63,15 +63,20 @@ def content(
 ) -> dict[str, Any]:
     """What a fragment is filled with, whose ids all begin with the prefix."""
     rows = explanation.aggregate(unit) if explanation.unit == "token" else explanation
+    panels = []
     if outputs is None:
         best = np.argsort(-explanation.scores, kind="stable")[:N_OUTPUTS]
         outputs = [explanation.output_names[j] for j in best]
+        if len(outputs) > 1:  # what decided comes first
+            panels.append(panel(explanation.margin(), rows.margin(), None))
+    panels += [panel(explanation, rows, name) for name in outputs]
     return {
         "prefix": prefix,
         "title": caption(explanation.text, 60),
         "unit": rows.unit,
         "n_outputs": len(explanation.output_names),
-        "panels": [panel(explanation, rows, name) for name in outputs],
+        "n_explained": len(outputs),
+        "panels": panels,
     }
 
 
