@@ -286,3 +286,29 @@ def test_credit_and_contributions_stay_with_their_inputs(ranks, name, sizes):
             greatest(part["all"][key] - truth[key]) < 1e-10 for key in truth if key != "completeness_error"
         )
         assert greatest(part["own"]["completeness_error"]) < 1e-12
+
+
+def converged(n: int | None) -> dict[str, np.ndarray]:
+    """x_out and gradients of a layer that iterates until it stands still."""
+    torch.manual_seed(4)
+    layer = vr.VectorRouting(
+        n_inp=None,
+        n_out=3,
+        d_inp=4,
+        d_out=6,
+        n_iters=vr.Converge(tol=1e-13, max_iters=200),
+        dtype=torch.float64,
+    )
+    x_inp = torch.randn(12, 4, dtype=torch.float64)
+    if n is not None:
+        layer, x_inp = shard_inputs(layer, mesh_of(n)), x_inp[own_rows(12, mesh_of(n))]
+    x_out = layer(x_inp)
+    x_out.sin().sum().backward()
+    return {"x_out": x_out.detach().numpy()} | {k: p.grad.numpy() for k, p in layer.named_parameters()}
+
+
+def test_ranks_converge_together(ranks):
+    truth = converged(None)
+    for found in ranks(3, converged, 3):
+        for name, expected in truth.items():
+            assert greatest(found[name] - expected) < 1e-9 * max(1, greatest(expected)), name

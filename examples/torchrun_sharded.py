@@ -1,0 +1,79 @@
+"""One sequence over several processes.
+
+    torchrun --nproc-per-node 4 examples/torchrun_sharded.py --folder run
+
+Each process makes, holds and routes its own part of the vectors; all of them train one layer, and save it,
+with the state of the optimizer, after every step. Stop it and start it again, with any number of processes:
+it goes on from where it was.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as nnf
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import vecroute as vr
+
+D_INP = 32
+
+
+def own_vectors(n_inp: int, mesh: DeviceMesh) -> Tensor:
+    """The vectors of this process, [i, D_INP]: the same ones, whatever the number of processes."""
+    rows = vr.distributed.own_rows(n_inp, mesh)
+    x = [torch.randn(D_INP, generator=torch.Generator().manual_seed(i)) for i in range(rows.start, rows.stop)]
+    return torch.stack([torch.zeros(D_INP), *x])[1:].to(mesh.device_type)  # [i, d]
+
+
+def train(mesh: DeviceMesh, folder: Path, n_inp: int, steps: int) -> float:
+    """Train up to so many steps from the checkpoint in the folder, if there is one; returns the last loss."""
+    torch.manual_seed(0)
+    layer = vr.VectorRouting(n_inp=n_inp, n_out=4, d_inp=D_INP, d_out=D_INP, device=mesh.device_type)
+    layer = vr.distributed.shard_inputs(layer, mesh)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    x_inp, target = own_vectors(n_inp, mesh), torch.eye(4, D_INP, device=mesh.device_type)
+
+    def loss() -> Tensor:
+        return nnf.mse_loss(layer(x_inp), nnf.layer_norm(target, target.shape[-1:]))
+
+    loss().backward()  # the optimizer has a state only after a first step
+    optimizer.step()
+    model, optim = get_state_dict(layer, optimizer)
+    state = {"model": model, "optimizer": optim, "done": torch.tensor(1)}
+    if (folder / ".metadata").exists():
+        dcp.load(state, checkpoint_id=folder, process_group=mesh.get_group())
+        model, optim = state["model"], state["optimizer"]
+        set_state_dict(layer, optimizer, model_state_dict=model, optim_state_dict=optim)
+    value = loss()
+    for done in range(int(state["done"]), steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        model, optim = get_state_dict(layer, optimizer)
+        state = {"model": model, "optimizer": optim, "done": torch.tensor(done + 1)}
+        dcp.save(state, checkpoint_id=folder, process_group=mesh.get_group())
+        if mesh.get_local_rank() == 0:
+            print(f"step {done + 1}: loss {value.item():.6f}")
+    # Each process has the credit of its own vectors; together they are [n_inp, 4].
+    phi = vr.distributed.gather(layer.route(x_inp).phi, mesh)
+    if mesh.get_local_rank() == 0:
+        print(f"most credit for the first output: vectors {phi[:, 0].topk(3).indices.tolist()} of {len(phi)}")
+    return value.item()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="of the checkpoint")
+    parser.add_argument("--n-inp", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    dist.init_process_group()  # gloo on CPUs, NCCL on GPUs
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    train(init_device_mesh(kind, (dist.get_world_size(),)), options.folder, options.n_inp, options.steps)
+    dist.destroy_process_group()

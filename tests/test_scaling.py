@@ -1,0 +1,71 @@
+"""The code of docs/scaling.md and its examples, at small size."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import mesh_of
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "scaling.md"
+sys.path.append(str(ROOT / "examples"))
+import million_vectors  # noqa: E402
+import torchrun_sharded  # noqa: E402
+
+
+def test_a_million_vectors_or_a_few(tmp_path):
+    found = million_vectors.run(tmp_path, 2000, 25)
+    assert found["last"] < found["first"] / 10
+    assert found["signal"] > 3 * found["noise"]
+
+
+def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
+    """As a world of one process, in which the page's own torchrun would start it too."""
+    for name, value in {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    names: dict = {}
+    try:
+        for block in blocks:
+            exec(compile(block, "scaling.md", "exec"), names)
+    finally:
+        dist.destroy_process_group()
+    assert names["phi"].shape == (1000, 8)
+    assert names["credit"].shape == (5000, 2)
+    assert all(parameter.grad is not None for parameter in names["layer"].parameters())
+
+
+def train_example(n: int, folder: str, steps: int) -> float:
+    return torchrun_sharded.train(mesh_of(n), Path(folder), 50, steps)
+
+
+def test_the_sharded_example_goes_on_with_another_number_of_processes(ranks, tmp_path):
+    for n, steps in ((2, 4), (3, 8)):
+        losses = ranks(n, train_example, n, str(tmp_path / "several"), steps)
+    assert len(set(losses)) == 1
+    (alone,) = ranks(1, train_example, 1, str(tmp_path / "one"), 8)
+    assert losses[0] == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_sharded_example_under_torchrun(tmp_path):
+    example = str(ROOT / "examples" / "torchrun_sharded.py")
+    for n, first in ((2, "step 2:"), (3, "step 4:")):
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+        steps = "3" if n == 2 else "5"
+        command = [*start, example, "--folder", str(tmp_path / "run"), "--n-inp", "40", "--steps", steps]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(first)
+        assert "of 40" in done.stdout
