@@ -24,6 +24,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import FunctionTransformer
+from test_credit_guide import run as run_guide
 from tiny_models import save_tiny
 
 import vecroute as vr
@@ -533,3 +534,11 @@ def test_minilm_learns_from_forty_sentences():
     assert (classifier.predict(["an enchanting movie", "a terrible waste of time"]) == ["good", "bad"]).all()
     why = classifier.explain("an enchanting movie").aggregate("word")
     assert re.search("enchanting", why.top(3, "good")[0].piece + why.top(3, "good")[1].piece)
+
+
+@pytest.mark.slow
+def test_the_guide_prints_what_it_says(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed, expected = run_guide((Path(__file__).parents[1] / "docs/classifier.md").read_text(), capsys)
+    assert len(expected) == 3
+    assert printed == expected

@@ -153,8 +153,9 @@ def test_the_wheel_works_in_an_empty_environment(wheel, tmp_path):
     assert Path(lines[-1]) == site_packages / "vecroute/__init__.py"
 
 
-def test_the_python_of_the_readme_runs_as_written():
+def test_the_python_of_the_readme_runs_as_written(tmp_path, monkeypatch):
     """From top to bottom, as somebody would type it."""
+    monkeypatch.setenv("VECROUTE_CACHE", str(tmp_path))
     names: dict = {}
     for block in python_blocks():
         exec(compile(block, "README.md", "exec"), names)
