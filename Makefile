@@ -37,6 +37,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/heads.py --short --seconds 0.05 --results $(BENCH)
 	$(BIN)/python benchmarks/attention.py --short --seconds 0.05 --results $(BENCH)
 	$(BIN)/python benchmarks/credit.py --short --results $(BENCH)
+	$(BIN)/python benchmarks/classifier.py --short --results $(BENCH)
 	$(BIN)/python benchmarks/plots.py --results $(BENCH)
 
 build: $(INSTALLED)

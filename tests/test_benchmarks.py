@@ -13,6 +13,7 @@ import vecroute as vr
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import attention
+import classifier
 import common
 import credit
 import heads
@@ -152,6 +153,15 @@ def test_rows_against_another_layer(tiny, tmp_path):
         assert empty(rows) <= {"note", "triton"}
         assert {row["implementation"] for row in rows} == {"official", "chunked"}
         assert all(row["both_speedup"] == "1" for row in rows if row["implementation"] == "official")
+
+
+@pytest.mark.slow
+def test_classifier_rows(tmp_path):
+    classifier.main(options(tmp_path))
+    rows = read(tmp_path / "classifier.csv")
+    assert empty(rows) <= {"triton"}
+    assert [row["unit"] for row in rows] == ["s", "s", "s", "x", "texts/s", "texts/s", "x"]
+    assert all(float(row["value"]) > 0 for row in rows)
 
 
 def test_credit_rows(monkeypatch, tmp_path):

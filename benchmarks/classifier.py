@@ -1,0 +1,105 @@
+"""What a text classifier costs: ``python benchmarks/classifier.py [--device cuda]``.
+
+1. An epoch of training the demo's head on cached hidden states, and with the encoder in the loop.
+2. Texts per second: the encoder alone, all hidden states and nothing else, and ``predict_proba``.
+
+Both on the demo's sentences with the encoder "minilm". Rows are appended to classifier.csv.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable
+
+import common
+import torch
+
+import vecroute as vr
+from vecroute.demo import sentence_polarity
+from vecroute.encoders import TextEncoder
+from vecroute.encoders.cache import FeatureCache, Features
+from vecroute.heads import make_head
+from vecroute.training import Recipe, Task, make_accelerator, train
+
+Row = tuple[str, float, str]
+
+
+def seconds(run: Callable[[], object], device: str) -> float:
+    start = time.perf_counter()
+    run()
+    if common.is_cuda(device):
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def epoch(encoder: TextEncoder, texts: list[str], targets: torch.Tensor, device: str) -> list[Row]:
+    """Seconds of one epoch each way, the best of two that take turns, with a warm-up of some texts before."""
+    with tempfile.TemporaryDirectory() as folder:
+        cached = Features(encoder, texts, FeatureCache(folder, encoder.key))
+        filling = seconds(cached.prepare, device)
+
+        def run(features: Features, n: int) -> float:
+            head = make_head("routing", seed=0, d_emb=encoder.d_emb, depth=encoder.depth, n_cls=2)
+            task = Task(features, targets, list(range(n)), [])
+            recipe, accelerator = Recipe(max_epochs=1), make_accelerator(device)
+            return seconds(lambda: train(head, task, recipe, accelerator=accelerator), device)
+
+        ways = {"from the cache": cached, "with the encoder": Features(encoder, texts)}
+        for features in ways.values():
+            run(features, min(len(texts), 64))
+        times = dict.fromkeys(ways, float("inf"))
+        for _ in range(2):
+            for name, features in ways.items():
+                times[name] = min(times[name], run(features, len(texts)))
+    case, ratio = f"epoch of {len(texts)} sentences", times["with the encoder"] / times["from the cache"]
+    return [
+        (f"{case}: hidden states, once", filling, "s"),
+        *((f"{case}: {name}", value, "s") for name, value in times.items()),
+        (f"{case}: with the encoder / from the cache", ratio, "x"),
+    ]
+
+
+def throughput(
+    encoder: TextEncoder, texts: list[str], labels: list[str], device: str, rounds: int
+) -> list[Row]:
+    """Texts per second, the best of some rounds that take turns."""
+    classifier = vr.RoutingClassifier(encoder, max_epochs=1, cache=False, device=device)
+    classifier.fit(texts[:64], labels[:64])
+
+    def bare() -> None:
+        for _ in encoder.batches(encoder.tokenize(texts)):
+            pass
+
+    best = {"encoder alone": 0.0, "predict_proba": 0.0}
+    for _ in range(rounds):
+        for name, run in (
+            ("encoder alone", bare),
+            ("predict_proba", lambda: classifier.predict_proba(texts)),
+        ):
+            best[name] = max(best[name], len(texts) / seconds(run, device))
+    case = f"{len(texts)} sentences"
+    return [
+        *((f"{case}: {name}", value, "texts/s") for name, value in best.items()),
+        (f"{case}: predict_proba / encoder alone", best["predict_proba"] / best["encoder alone"], "x"),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = common.parser(__doc__).parse_args(arguments)
+    table = sentence_polarity().sample(frac=1, random_state=0)
+    n = 64 if options.short else 2048
+    texts, labels = table["text"].tolist()[:n], table["label"].tolist()[:n]
+    targets = torch.tensor([[label == "negative", label == "positive"] for label in labels]).float()
+    encoder = TextEncoder("minilm", device=options.device)
+    rows = epoch(encoder, texts, targets, options.device)
+    rows += throughput(encoder, texts, labels, options.device, rounds=2 if options.short else 3)
+    for what, value, unit in rows:
+        print(f"{what:70} {value:10.4g} {unit}")
+    about = common.about(options.device)
+    common.append(
+        options.results / "classifier.csv",
+        [{"what": what, "value": value, "unit": unit} | about for what, value, unit in rows],
+    )
+
+
+if __name__ == "__main__":
+    main()
