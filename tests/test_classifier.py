@@ -447,6 +447,28 @@ def test_a_document_of_100000_characters(fitted):
     assert why.offsets.max() == len(text.rstrip())
 
 
+def resident(key: str) -> float:
+    """Megabytes of this process in memory, now (VmRSS) or at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of memory")
+def test_long_documents_take_bounded_memory(quick):
+    """Of 26,000 positions the hidden states have 5 MB; all pairs of positions would have 2700 MB."""
+    texts = [(LONG * 101)[k : 100_000 + k] for k in range(8)]
+    quick.fit([*TEXTS, *texts[:2]], [*LABELS, "pos", "neg"])
+    peaks = []
+    for use in (lambda: quick.predict_proba(texts[:1]), lambda: quick.explain(texts[0])):
+        use()  # whatever is set up once is set up
+    for use in (lambda: quick.predict_proba(texts), lambda: quick.explain(texts[0])):
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        use()
+        peaks.append(resident("VmHWM") - before)
+    assert max(peaks) < 300, peaks
+
+
 # Forks a process that fits for each name it reads, and tells when one begins and when one is done.
 FIT = """
 import json, os, sys, time
