@@ -149,7 +149,7 @@ class TestRegions:
 
     def test_a_mask_of_the_grid(self):
         found = explain()
-        mask = np.array([[0, 0, 5, 5]] * 3)
+        mask = np.array([[0, 0, 5, 5], [0, 0, 5, 5], [0, 5, 5, 5]])
         part = found.aggregate("region", regions=mask, names=["left", "right"])
         assert part.pieces == ["[CLS]", "left", "right"]
         assert part.special.tolist() == [True, False, False]
