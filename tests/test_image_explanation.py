@@ -153,14 +153,11 @@ class TestRegions:
         part = found.aggregate("region", regions=mask, names=["left", "right"])
         assert part.pieces == ["[CLS]", "left", "right"]
         assert part.special.tolist() == [True, False, False]
-        np.testing.assert_allclose(
-            part.values[1], found.values[1:].reshape(3, 4, 2, 3)[:, :2].sum((0, 1)), rtol=1e-5
-        )
-        np.testing.assert_allclose(
-            part.phi[2], found.phi[1:].reshape(3, 4, 2, 3)[:, 2:].sum((0, 1)), rtol=1e-5
-        )
-        np.testing.assert_array_equal(part.cells, [[1, 1, 2, 2]] * 3)
-        assert part.boxes.tolist() == [[0, 0, 0, 0], [0, 0, 40, 60], [40, 0, 80, 60]]
+        values, phi = (array[1:].reshape(3, 4, 2, 3) for array in (found.values, found.phi))
+        np.testing.assert_allclose(part.values[1], values[mask == 0].sum(0), rtol=1e-5)
+        np.testing.assert_allclose(part.phi[2], phi[mask == 5].sum(0), rtol=1e-5)
+        np.testing.assert_array_equal(part.cells, np.where(mask == 0, 1, 2))
+        assert part.boxes.tolist() == [[0, 0, 0, 0], [0, 0, 40, 60], [20, 0, 80, 60]]
         assert found.aggregate("region", regions=mask).pieces == ["[CLS]", "region 0", "region 5"]
         assert part.aggregate("region") is part
 
@@ -354,6 +351,17 @@ class TestPages:
                 == f"{'p' if value > 0 else 'n'}{round(9 * abs(value) / abs(grid).max())}"
             )
             assert float(rect.text) == pytest.approx(value, rel=0.01)
+            assert (rect.attributes["width"], rect.attributes["height"]) == ("20.0", "20.0")
+
+    def test_two_classes_side_by_side_have_one_scale(self):
+        found = explain()
+        parsed = Parser(page(found, outputs=["dog", "ship"]))
+        (section,) = parsed.root.all("section", **{"aria-label": "Two classes side by side"})
+        largest = max(abs(found.grid(name)).max() for name in ("dog", "ship"))
+        for figure, name in zip(section.all("figure"), ("dog", "ship"), strict=True):
+            levels = sorted(int(rect.attributes["class"][1:]) for rect in figure.all("rect"))
+            expected = np.round(9 * abs(found.grid(name)) / largest).ravel()
+            assert levels == sorted(expected[expected > 0].astype(int))
 
     @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
     def test_names_are_text(self, text):

@@ -1,4 +1,4 @@
-"""The pretraining of the small vision Transformer, at tiny size: data, views, losses, runs, what is written."""
+"""Pretraining of the small vision Transformer at tiny size: data, views, losses, runs, what is written."""
 
 import json
 import os
