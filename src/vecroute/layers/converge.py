@@ -170,13 +170,13 @@ def solve(
         residual, length = _norm(y - x), _norm(y)  # [...], [...]
         if options.stop == "relative":
             residual, length = residual / length.where(length > 0, 1.0), torch.ones_like(length)  # [...]
-        if not linear and not residual.isfinite().all():
-            bad = int((~residual.isfinite()).sum())
+        lost = active & ~residual.isfinite()  # [...]
+        if not linear and lost.any():
             raise ValueError(
-                f"x_out became NaN or infinite in step {step} of {options}, in {bad} of {residual.numel()} "
-                "samples: look for NaN or very large numbers in x_inp and in the parameters"
+                f"x_out became NaN or infinite in step {step} of {options}, in {int(lost.sum())} of "
+                f"{lost.numel()} samples: look for NaN or very large numbers in x_inp and in the parameters"
             )
-        # A sample that stopped keeps its state, so that it does not depend on the others.
+        # A sample that stopped keeps its residual, and so its best state, while others go on.
         residual = residual.where(active, residuals[..., step - 2])  # [...]
         better = residual < least  # [...]
         at_rest = (residual <= rounding * length) & ~better  # [...]
@@ -192,7 +192,7 @@ def solve(
             history = [*history[1 - WINDOW :], (x, y)]
             if linear or step > WARM_UP:
                 y = _anderson(history).to(y.dtype)  # [..., j, h]
-        x = y.where(active[..., None, None], x)  # [..., j, h]
+        x = y
     return best, Convergence(steps, residuals[..., :step].clone(), converged)
 
 
