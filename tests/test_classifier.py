@@ -104,7 +104,7 @@ def test_predictions_and_explanations_are_the_same_alone_in_a_batch_and_in_any_o
         np.testing.assert_allclose(backwards[k], alone, atol=1e-5)
         for other in (explained[k], explained_backwards[k]):
             np.testing.assert_allclose(other.values, why.values, atol=1e-5)
-            np.testing.assert_allclose(other.phi, why.phi, atol=1e-4)
+            np.testing.assert_allclose(other.phi, why.phi, atol=1e-5)
             assert (other.offsets == why.offsets).all()
 
 
