@@ -67,10 +67,11 @@ class Pretraining(nn.Module):
         keep, hidden = order[:, : self.n_seen], order[:, self.n_seen :]  # [2 b, n] each
         with torch.no_grad():
             keys, states = self.teacher(views)
-            # The mean of normalised layers of the upper half, as a target that no single layer can spoil.
+            # The mean of normalised layers of the upper half, so that no single layer can spoil the target.
             upper = states[len(states) // 2 :]
             target = torch.stack([F.layer_norm(s[:, 1:].float(), s.shape[-1:]) for s in upper]).mean(0)
-            target = F.layer_norm(target, target.shape[-1:])  # [2 b, n_patches, d]
+            # What all images have in common at a place, and so could be told without looking, is taken out.
+            target = (target - target.mean(0)) / (target.std(0) + 1e-3)  # [2 b, n_patches, d]
         projected, states = self.student(views, keep)
         same = info_nce(self.predict(projected), keys, self.temperature)
         guess = self.decoder(states[-1][:, 1:], keep).float()  # [2 b, n_patches, d]
