@@ -1,5 +1,6 @@
 """The code of docs/scaling.md and its examples, at small size."""
 
+import csv
 import os
 import re
 import subprocess
@@ -12,8 +13,9 @@ from ranks import mesh_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "scaling.md"
-sys.path.append(str(ROOT / "examples"))
+sys.path += [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 import million_vectors  # noqa: E402
+import out_of_core  # noqa: E402
 import torchrun_sharded  # noqa: E402
 
 
@@ -43,6 +45,23 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
     assert names["phi"].shape == (1000, 8)
     assert names["credit"].shape == (5000, 2)
     assert all(parameter.grad is not None for parameter in names["layer"].parameters())
+
+
+def test_rows_of_the_benchmark(tmp_path, monkeypatch):
+    """With small sizes, and in this process instead of one with a limit."""
+    monkeypatch.setattr(out_of_core, "limited", lambda _, function, *arguments: (function(*arguments), 7.0))
+    sizes = ["--gigabytes", "1e-4", "--d-inp", "16", "--n-out", "3", "--rows", "500", "--parts", "2"]
+    places = ["--folder", str(tmp_path), "--results", str(tmp_path / "results")]
+    monkeypatch.setattr(sys, "argv", ["out_of_core.py", *sizes, *places])
+    out_of_core.main()
+    with (tmp_path / "results" / "out_of_core.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["which"] for row in rows] == ["forward", "both"]
+    for row in rows:
+        alone = max(float(row["parts_reading_s"]), float(row["parts_arithmetic_s"]))
+        assert float(row["share"]) == pytest.approx(alone / float(row["parts_streaming_s"]), rel=1e-2)
+        assert (row["n_inp"], row["peak_mb"]) == ("3125", "7")
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]  # the file is gone
 
 
 def train_example(n: int, folder: str, steps: int) -> float:

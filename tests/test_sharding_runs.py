@@ -292,6 +292,8 @@ def refused(kind: str) -> None:
         layer.implementation = "reference"
     elif kind == "trace":
         shard_inputs(layer, mesh).trace(torch.ones(2, 3))
+    elif kind == "update":
+        shard_inputs(layer, mesh).update(torch.ones(2, 3), None)
     elif kind == "gather":
         gather([1], mesh)
     shard_inputs(layer, mesh)
@@ -311,6 +313,7 @@ def refused(kind: str) -> None:
         ("twice", "ValueError: the inputs of module are sharded already"),
         ("reference", "ValueError: inputs cannot be sharded: module has implementation='reference'"),
         ("trace", "ValueError: trace needs all inputs"),
+        ("update", "ValueError: update needs all inputs"),
         ("gather", "TypeError: value must be a Credit, Contributions or a tensor, got list"),
     ],
 )

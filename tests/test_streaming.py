@@ -237,6 +237,10 @@ WRONG = {
     "no safetensors": (lambda f: overwritten(mixed(f, vectors())[0], b"\xff" * 20), "or damaged"),
     "shards of other size": (lambda f: mixed(f, vectors()[:, :2].clone()), r"holds \[37, 2\]"),
     "shards of other dtype": (lambda f: mixed(f, vectors().float()), "holds .* of torch.float32"),
+    "safetensors of integers": (
+        lambda f: mixed(f, torch.ones(3, D_INP, dtype=torch.int32))[1],
+        "tensor 'x' must be one of F64, F32, F16, BF16, is I32",
+    ),
     "cut parquet": (lambda f: cut(as_parquet(f, vectors())[0], 20), "cannot be read"),
     "lists of many lengths": (
         lambda f: parquet_of(f, [[1.0] * 6, [1.0] * 5, [1.0] * 7]),

@@ -16,7 +16,9 @@ def fit(
     text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
     encoder: Annotated[str, typer.Option(help="minilm, a name on the hub, or a folder.")] = "minilm",
-    head: Annotated[str, typer.Option(help="routing, wide (for much data), paper (its own), ...")] = "routing",
+    head: Annotated[
+        str, typer.Option(help="routing, wide (for much data), paper (its own), ...")
+    ] = "routing",
     epochs: Annotated[int | None, typer.Option(help="At most; by the data if left out.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Texts per step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,

@@ -264,6 +264,8 @@ def safetensors_head(path: Path, name: str | None) -> tuple[int, list[int], torc
             about = tensors.get(name)
             if about is None:
                 raise KeyError(f"name must be one of {list(tensors)}, got {name!r}")
+            if about["dtype"] not in DTYPES:
+                raise KeyError(f"tensor {name!r} must be one of {', '.join(DTYPES)}, is {about['dtype']}")
             return 8 + length + about["data_offsets"][0], about["shape"], DTYPES[about["dtype"]]
         except KeyError as error:
             raise ValueError(f"{path}: {error.args[0]}") from error

@@ -208,6 +208,7 @@ class VectorRouting(nn.Module):
         Args:
             x_out: [..., j, h], not normalised (a ``state``), or None for the flat prior.
         """
+        self._check_not_sharded("update")
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
         masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
         if x_out is not None:
@@ -237,6 +238,10 @@ class VectorRouting(nn.Module):
                     "whether there is a gradient": needs_grad and torch.is_grad_enabled(),
                 }
         return cu_seqlens, masks
+
+    def _check_not_sharded(self, verb: str) -> None:
+        if self.group:
+            raise ValueError(f"{verb} needs all inputs, but those of this layer are sharded over ranks")
 
     def _check_outputs(self, outputs: Sequence[int] | None) -> list[int] | None:
         """The columns asked for, None for all."""
@@ -279,8 +284,7 @@ class VectorRouting(nn.Module):
         self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
     ) -> list[Iteration]:
         """Every quantity of every iteration, by the reference; x_out is not normalised, x_inp not packed."""
-        if self.group:
-            raise ValueError("trace needs all inputs, but those of this layer are sharded over ranks")
+        self._check_not_sharded("trace")
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
         masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
         iterations: list[Iteration] = []
