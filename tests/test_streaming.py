@@ -126,6 +126,17 @@ def test_half_precision_on_disk_is_computed_in_the_dtype_of_the_layer(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["layer", "head"])
+def test_autocast_is_as_in_memory(name, tmp_path):
+    network, x = make(name).float(), vectors(torch.float32)
+    path = as_npy(tmp_path, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        truth, found = network(x), stream(network, path, rows=9)
+    assert (found - truth).abs().max() < 0.02 * truth.abs().max()
+    assert not torch.equal(found, stream(network, path, rows=9))
+    assert outcome(network, found).keys() == {"x_out", *(key for key, _ in network.named_parameters())}
+
+
+@pytest.mark.parametrize("name", ["layer", "head"])
 def test_credit_goes_to_a_file(name, tmp_path):
     network, x = make(name), vectors()
     x_out, phi = network.route(x)

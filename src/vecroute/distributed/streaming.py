@@ -21,8 +21,9 @@ from vecroute.distributed.vectors import Vectors, open_vectors
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops import choose, passes
 from vecroute.ops.checks import check_size
-from vecroute.ops.common import Weights, compute_dtype, normalize, product_dtype
+from vecroute.ops.common import Weights, compute_dtype, normalize, product_dtype, without_autocast
 from vecroute.ops.group import add_up, all_reduce, sum_gradients, together
+from vecroute.ops.library import tf32_under_autocast
 from vecroute.ops.problem import Grads, Problem, Tuning
 from vecroute.ops.products import product
 from vecroute.storage import require
@@ -113,7 +114,13 @@ class Streamed:
             if d_inp not in (None, self.vectors.d_inp):
                 raise ValueError(f"x_inp must be [n_inp, d_inp={d_inp}], got d_inp={self.vectors.d_inp}")
             check_size("rows", rows, none_means="chosen by size")
-        self.dtype, self.device = layer.W_F2.dtype, layer.W_F2.device
+        self.dtype, self.device, kind = layer.W_F2.dtype, layer.W_F2.device, layer.W_F2.device.type
+        # As autocast has it now: what products are rounded to, and how the modules before the routing run.
+        self.rounded = product_dtype(layer.W_F2)
+        self.autocast: dict[str, Any] = {
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+        }
         row = self.vectors.d_inp * self.dtype.itemsize
         self.rows = rows or max(1, CHUNK_MB.get(self.device.type, 8) * 2**20 // row)
         n_inp = torch.tensor([[self.vectors.n_inp]], device=self.device)  # [1, 1]
@@ -150,7 +157,7 @@ class Streamed:
         implementation = choose(x, None) if self.layer.implementation == "auto" else self.layer.implementation
         tuning = Tuning(self.layer.tuning.rows, 0)
         return Problem(
-            x, w, None, self.sqrt_n_inp, None, self.layer.prior, product_dtype(x), tuning, implementation
+            x, w, None, self.sqrt_n_inp, None, self.layer.prior, self.rounded, tuning, implementation
         )
 
     def chunks(self) -> Any:
@@ -160,9 +167,10 @@ class Streamed:
     def into_routing(self, chunk: Tensor) -> Tensor:
         """A chunk as the routing gets it, [1, i, d], in the dtype of the layer."""
         x = chunk.to(self.dtype)  # [i, d]
-        for part in self.before:
-            x = part.module(x)  # [i, d]
-        return x[None]
+        with torch.autocast(self.device.type, **self.autocast):
+            for part in self.before:
+                x = part.module(x)  # [i, d]
+        return x.to(self.dtype)[None]
 
     def forward_pass(self, weights: Sequence[Tensor], x_hat: Tensor | None, see_phi: Any):
         """y [1, j, d] and s [1, j] of an iteration, over all chunks and all ranks."""
@@ -185,7 +193,9 @@ class Streamed:
 
     def last_pass(self, see_phi: Callable[[Tensor], None]) -> None:
         """The pass of the last iteration once more."""
-        self.forward_pass([w for w in self.layer.weights() if w is not None], self.x_hat, see_phi)
+        weights = [w for w in self.layer.weights() if w is not None]
+        with without_autocast(self.layer.W_F2):
+            self.forward_pass(weights, self.x_hat, see_phi)
 
     def backward_pass(
         self, weights: Sequence[Tensor], x_hat, grad_y, grad_s, grads: Grads, trained
@@ -218,17 +228,18 @@ class Streamed:
         ys, ss, before, gs = [], [], [], []
         p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
         self.x_hat = None
-        for t in range(self.n_iters):
-            last = t == self.n_iters - 1
-            y, s = self.forward_pass(weights, self.x_hat, see_phi if last else None)
-            y /= self.sqrt_n_inp[..., None]
-            x_out = p.outputs(y, s)  # [1, j, h]
-            ys.append(y)
-            ss.append(s)
-            if not last:
-                before.append(x_out)
-                gs.append(p.predicted(x_out))  # [1, j, d]
-                self.x_hat = p.scaled(gs[-1])  # [1, j, d]
+        with tf32_under_autocast(p):
+            for t in range(self.n_iters):
+                last = t == self.n_iters - 1
+                y, s = self.forward_pass(weights, self.x_hat, see_phi if last else None)
+                y /= self.sqrt_n_inp[..., None]
+                x_out = p.outputs(y, s)  # [1, j, h]
+                ys.append(y)
+                ss.append(s)
+                if not last:
+                    before.append(x_out)
+                    gs.append(p.predicted(x_out))  # [1, j, d]
+                    self.x_hat = p.scaled(gs[-1])  # [1, j, d]
         j, d = self.layer.W_F1.shape
         none = x_out.new_empty(0, *x_out.shape), x_out.new_empty(0, 1, j, d)
         stacked = (torch.stack(before), torch.stack(gs)) if before else none
@@ -239,12 +250,13 @@ class Streamed:
         p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
         grads = Grads()
         trained = [torch.zeros_like(parameter) for parameter in self.trained]
-        for t in reversed(range(self.n_iters)):
-            x_hat = p.scaled(state.g[t - 1]) if t > 0 else None  # [1, j, d]
-            grad_y, grad_s = p.outputs_backward(grad, state.y[t], state.s[t], grads)  # [1, j, d], [1, j]
-            grad_x_hat = self.backward_pass(weights, x_hat, grad_y, grad_s, grads, trained)  # [1, j, d]
-            if t > 0:
-                grad = p.predictions_backward(grad_x_hat, state.before[t - 1], state.g[t - 1], grads)
+        with tf32_under_autocast(p):
+            for t in reversed(range(self.n_iters)):
+                x_hat = p.scaled(state.g[t - 1]) if t > 0 else None  # [1, j, d]
+                grad_y, grad_s = p.outputs_backward(grad, state.y[t], state.s[t], grads)  # [1, j, d], [1, j]
+                grad_x_hat = self.backward_pass(weights, x_hat, grad_y, grad_s, grads, trained)  # [1, j, d]
+                if t > 0:
+                    grad = p.predictions_backward(grad_x_hat, state.before[t - 1], state.g[t - 1], grads)
         return grads, trained
 
 
