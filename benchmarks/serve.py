@@ -162,9 +162,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     sentences = sentence_polarity()["text"].sample(frac=1, random_state=0).tolist()
     phrases = [" ".join(sentence.split()[:N_WORDS]) for sentence in sentences]
-    cases = [("phrases", phrases, 1, 256), ("phrases", phrases, 32, 256), ("phrases", phrases, 32, 16)]
+    cases = [("phrases", phrases, 1, 256), ("phrases", phrases, 64, 256), ("phrases", phrases, 64, 16)]
     if not options.short:
-        cases += [("sentences", sentences, 1, 256), ("sentences", sentences, 32, 256)]
+        cases += [("sentences", sentences, 1, 256), ("sentences", sentences, 64, 256)]
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or fitted(Path(folder))
         for kind, texts, max_batch, max_waiting in cases:

@@ -10,6 +10,7 @@ import transformers
 from tiny_models import KINDS, save_tiny
 
 from vecroute.encoders import TextEncoder, loading
+from vecroute.encoders.text import length_batches
 
 LONG = "A  warm, witty film.  It's   not dull! " * 9
 HOSTILE = [
@@ -255,3 +256,15 @@ def test_weights_sha256_covers_names_shapes_and_bytes():
         digests.add(loading.weights_sha256(layer))
     assert len(digests) == 4
     assert all(len(digest) == len(hashlib.sha256().hexdigest()) for digest in digests)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_batches_have_little_padding(in_order):
+    """A 64th of the positions that a batch may have; rows in order come in order."""
+    lengths = [8] * 20 + [15, 9, 8]
+    groups = list(length_batches(lengths, 4096, in_order=in_order))
+    assert sorted(row for group in groups for row in group) == list(range(23))
+    assert groups[-1] == ([20, 21, 22] if in_order else [20])
+    for group in groups:
+        assert len(group) * max(lengths[k] for k in group) - sum(lengths[k] for k in group) <= 64
+    assert len(groups) == 2

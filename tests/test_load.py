@@ -76,7 +76,7 @@ def test_the_benchmark_writes_whole_rows(model, tmp_path):
         rows = list(csv.DictReader(file))
     assert [(row["max_batch"], row["max_waiting"]) for row in rows] == [
         ("1", "256"),
-        ("32", "256"),
-        ("32", "16"),
+        ("64", "256"),
+        ("64", "16"),
     ]
     assert all(row["lost"] == "0" and float(row["per_second"]) > 0 for row in rows)

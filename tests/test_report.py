@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from explanations import HOSTILE, explain
 from pages import Parser
+from served import tiny_classifier
 
+from vecroute.cli import main
 from vecroute.evaluation import evaluate
 from vecroute.explain import html
 from vecroute.explain import report as reports
@@ -197,3 +199,43 @@ def test_tables_sorted_by_label_are_explained_from_end_to_end():
     assert reports.spread(5, 10) == [0, 1, 2, 3, 4]
     assert reports.spread(1000, 3) == [0, 500, 999]
     assert reports.spread(1, 3) == [0]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command in this process: its exit code and what it says on standard error."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["vecroute", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().err
+
+    return run
+
+
+def test_the_commands_write_pages(command, tmp_path):
+    model, table, file = tmp_path / "model", tmp_path / "test.csv", tmp_path / "report.html"
+    tiny_classifier(tmp_path / "encoder").save_pretrained(model)
+    table.write_text("text,label\n" + "\n".join(f'"{text}",good' for text in TEXTS))
+    assert command("evaluate", model, table, "--html", file) == (0, "")
+    root = Parser(file.read_text()).root
+    assert next(root.all("h1")).text == "model on test.csv"
+    articles = list(section(root, "wrong").all("article"))
+    assert len(articles) == sum("labelled good" in article.text for article in articles)
+    assert command("explain", model, "a <b>dull</b> film", "--html", tmp_path / "why.html") == (0, "")
+    texts = [p.text for p in Parser((tmp_path / "why.html").read_text()).root.all("p", **{"class": "text"})]
+    assert set(texts) == {"a <b>dull</b> film"}
+    code, told = command("evaluate", model, table, "--html", tmp_path / "nowhere" / "report.html")
+    assert code == 2
+    assert "nowhere" in told
+    assert told.count("\n") == 1
+
+
+def test_serving_what_is_not_there_is_told_in_a_line(command, tmp_path):
+    code, told = command("serve", tmp_path / "nothing", "--port", "0")
+    assert code == 2
+    assert "nothing" in told
+    assert told.count("\n") == 1
+    code, told = command("serve", tmp_path, "--port", "0", "--max-batch", "0")
+    assert (code, told) == (2, "vecroute: max_batch must be more than 0, got 0\n")

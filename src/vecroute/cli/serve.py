@@ -13,7 +13,7 @@ def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for others too.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port, 0 for any that is free.")] = 8000,
-    max_batch: Annotated[int, typer.Option(help="Requests answered together.")] = 32,
+    max_batch: Annotated[int, typer.Option(help="Requests answered together.")] = 64,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get 503.")] = 256,
     max_characters: Annotated[int, typer.Option(help="Of a text.")] = 100_000,
     seconds: Annotated[float, typer.Option(help="Time limit of a request.")] = 60.0,
@@ -28,7 +28,7 @@ def serve(
     limits = web.Limits(
         max_characters=max_characters, seconds=seconds, max_batch=max_batch, max_waiting=max_waiting
     )
-    bound = web.bind(host, port)
-    classifier = load(model, encoder, device)
-    page = web.create_app(classifier, name=model.resolve().name, limits=limits, hosts=web.hosts_for(host))
-    web.run(page, bound, seconds, lambda: print(f"{model} is at {web.address(bound)}", flush=True))
+    with web.bind(host, port) as bound:
+        classifier = load(model, encoder, device)
+        page = web.create_app(classifier, name=model.resolve().name, limits=limits, hosts=web.hosts_for(host))
+        web.run(page, bound, seconds, lambda: print(f"{model} is at {web.address(bound)}", flush=True))

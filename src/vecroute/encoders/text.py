@@ -296,21 +296,23 @@ def drop_overlaps(keep: list[list[bool]], special: list[list[int]], step: int) -
 
 
 def length_batches(lengths: Sequence[int], limit: int, *, in_order: bool = False) -> Iterator[list[int]]:
-    """Group rows so that the number in a group times its longest stays within the limit.
+    """Group rows so that the number in a group times its longest stays within the limit, with little padding.
 
     Args:
         lengths: of each row.
-        limit: positions per group, padding included; a longer row comes alone.
+        limit: positions per group, padding included; a longer row comes alone. Of these, a 64th may be
+            padding: one more pass costs less than more of it.
         in_order: keep the rows in order instead of sorting them by length.
     """
     order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lengths.__getitem__)
     group: list[int] = []
-    longest = 0
+    longest, total = 0, 0
     for row in order:
-        if group and (len(group) + 1) * max(longest, lengths[row]) > limit:
+        size = (len(group) + 1) * max(longest, lengths[row])
+        if group and (size > limit or size - total - lengths[row] > limit // 64):
             yield group
-            group, longest = [], 0
+            group, longest, total = [], 0, 0
         group.append(row)
-        longest = max(longest, lengths[row])
+        longest, total = max(longest, lengths[row]), total + lengths[row]
     if group:
         yield group

@@ -68,7 +68,7 @@ class Limits:
 
     max_characters: int = 100_000
     seconds: float = 60.0
-    max_batch: int = 32
+    max_batch: int = 64
     max_waiting: int = 256
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ class Batcher:
         self,
         work: Callable[[list[Any]], Sequence[Any]],
         *,
-        max_jobs: int = 32,
+        max_jobs: int = 64,
         max_cost: int = 100_000,
         max_waiting: int = 256,
     ):
