@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.distributed.vectors import Vectors
+from vecroute.distributed.vectors import BUFFERS, Vectors
 
 END = object()
 
@@ -19,7 +19,7 @@ def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Iterator[Te
     Each is good until the next is asked for. What reading raises is raised here.
     """
     on_gpu = device.type == "cuda"
-    waiting: queue.Queue[Any] = queue.Queue(maxsize=1)
+    waiting: queue.Queue[Any] = queue.Queue(maxsize=BUFFERS[on_gpu] - 2)
     stop = threading.Event()
 
     def put(item: Any) -> bool:

@@ -13,7 +13,9 @@ from torch import Tensor
 from vecroute.ops.checks import check_size
 from vecroute.storage import require
 
-BUFFERS = 3  # one that is routed, one that waits, one that is filled
+# One that is used, one that is filled, and those that wait: few if they are pinned, and large; otherwise some
+# more, so that a busy machine need not change between reading and routing at every chunk.
+BUFFERS = {True: 3, False: 8}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EXPECTED = (
     "a file .npy, files .safetensors or .parquet, a raw file with d_inp and dtype, a memory map, a tensor, "
@@ -29,7 +31,7 @@ class Vectors(Protocol):
     dtype: torch.dtype
 
     def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
-        """Chunks [at most rows, d_inp] from the first row to the last, each good until the next but one."""
+        """Chunks [at most rows, d_inp] in order; each stays as it is while some more are read."""
         ...
 
 
@@ -64,7 +66,7 @@ class FileVectors:
     def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
         buffers = [
             torch.empty(min(rows, max(self.n_inp, 1)), self.d_inp, dtype=self.dtype, pin_memory=pinned)
-            for _ in range(BUFFERS)
+            for _ in range(BUFFERS[pinned])
         ]  # [rows, d] each
         turn = 0
         for segment, before in zip(self.segments, self.stamps, strict=True):
@@ -75,7 +77,7 @@ class FileVectors:
                     chunk = buffers[turn][: min(rows, segment.n_inp - start)]  # [rows, d]
                     read_into(chunk, file.fileno(), segment.offset + start * self.row_bytes, segment.path)
                     yield chunk
-                    turn = (turn + 1) % BUFFERS
+                    turn = (turn + 1) % BUFFERS[pinned]
 
 
 class ParquetVectors:
