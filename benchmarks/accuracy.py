@@ -27,8 +27,9 @@ SEEDS = 5
 ROUTING = {"implementation": "reference"}  # which can be stacked
 # Of each head two shapes, each with the share of inputs that it is trained without; ten recipes for each.
 SHAPES: dict[str, tuple[str, list[tuple[dict[str, Any], float]]]] = {
-    "routing": ("wide", [(ROUTING, drop) for drop in (0.3, 0.6)]),
-    "paper": ("paper", [(ROUTING, 0.3), (ROUTING | {"score_scale": 0.1}, 0.6)]),
+    "routing, wide": ("wide", [(ROUTING, drop) for drop in (0.3, 0.6)]),
+    "routing, default": ("routing", [(ROUTING, drop) for drop in (0.3, 0.6)]),
+    "paper": ("paper", [(ROUTING, drop) for drop in (0.3, 0.6)]),
     "probe": ("probe", [({}, 0.3), ({"d_mlp": 768}, 0.6)]),
     "probe, MLPs": ("probe", [({"d_inp_mlp": 512, "gated": True}, drop) for drop in (0.3, 0.6)]),
     "probe, 4 queries": ("probe_4", [({}, 0.3), ({"d_mlp": 768}, 0.6)]),
@@ -211,9 +212,9 @@ def differences(task: str, finals: list[Done], label: np.ndarray, n: int = 2000)
     drawn = np.random.default_rng(0).integers(0, len(label), (n, len(label)))  # [n, n_texts]
     rows = []
     for other in right:
-        if "routing" not in right or other == "routing":
+        if "routing, wide" not in right or other == "routing, wide":
             continue
-        gain = 100 * (right["routing"] - right[other])  # [n_texts]
+        gain = 100 * (right["routing, wide"] - right[other])  # [n_texts]
         low, high = np.percentile(gain[drawn].mean(1), [2.5, 97.5])
         rows.append({"task": task, "head": other, "points": gain.mean(), "low": low, "high": high})
     return rows
@@ -249,7 +250,7 @@ def plot(results: Path) -> None:
     for axis, task in zip(axes[0], tasks, strict=True):
         for k, label in enumerate(order):
             test = 100 * rows[(rows.task == task) & (rows["head"] == label)].test
-            color = "tab:red" if label in ("routing", "paper") else "tab:blue"
+            color = "tab:red" if label.startswith(("routing", "paper")) else "tab:blue"
             axis.plot(test, [k] * len(test), "o", color=color, alpha=0.4, markersize=4)
             axis.plot([test.mean()], [k], "|", color="black", markersize=14)
         axis.set(yticks=range(len(order)), yticklabels=order, xlabel="test accuracy, %", title=task)
@@ -276,7 +277,7 @@ def run_task(task: str, options: Any, recipes: list[Recipe]) -> None:
             finals.append(done)
             test = [100 * row["test"] for row in rows]
             print(f"{task} {done.job.label}: test {np.mean(test):.2f} ({np.std(test):.2f})", flush=True)
-            if options.save and done.job.label == "routing":
+            if options.save and done.job.label == "routing, wide":
                 options.save.mkdir(parents=True, exist_ok=True)
                 np.savez(options.save / f"{task}.npz", **{k: p[:3] for k, p in done.weights.items()})
     if told := differences(task, finals, np.array(splits["test"].label.tolist())):

@@ -31,7 +31,7 @@ ROWS = [
         "storage",
     },
     {"training", "sampling", "progress", "labels", "tables", "images", "heads", "encoders", "distributed"},
-    {"classifier", "pretrained", "evaluation", "explain"},
+    {"classifier", "pretrained", "evaluation", "compare", "explain"},
     {"cli", "serve", "demo", "__main__"},
 ]
 ROW = {module: number for number, row in enumerate(ROWS) for module in row}

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 # Importing a command adds it to the app.
-from vecroute.cli import demo, evaluate, explain, fit, predict, serve  # noqa: F401
+from vecroute.cli import compare, demo, evaluate, explain, faithfulness, fit, predict, serve  # noqa: F401
 from vecroute.cli.common import app, fail
 
 __all__ = ["app", "fail", "main"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecroute.heads.inputs import ResidualMLP, check_hidden_states
+from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
 from vecroute.masks import used
 from vecroute.ops.checks import check_size
 
@@ -26,6 +26,7 @@ class PoolingHead(nn.Module):
         pool: see ``vecroute.heads``; with ``d_pool``, the size of what it gives.
         d_inp_mlp: width of the MLP of each hidden state, as ``RoutingHead`` has one; 0 for none.
         d_mlp: width of the MLP after the pool, 0 for none.
+        gated: whether the MLP of each hidden state is a gated one.
 
     Shapes:
         hidden_states [..., n_pos, depth, d_emb], input_mask [..., n_pos] or [..., n_pos, depth]
@@ -41,6 +42,7 @@ class PoolingHead(nn.Module):
         pool: nn.Module,
         d_inp_mlp: int = 0,
         d_mlp: int = 0,
+        gated: bool = False,
     ):
         super().__init__()
         for name, value in (("d_emb", d_emb), ("depth", depth), ("n_cls", n_cls)):
@@ -48,7 +50,8 @@ class PoolingHead(nn.Module):
         self.d_emb, self.depth, self.n_cls = d_emb, depth, n_cls
         d_pool = int(pool.d_pool)  # type: ignore[arg-type]
         self.normalize = nn.LayerNorm(d_emb, elementwise_affine=False)
-        self.inputs = ResidualMLP(d_emb, d_inp_mlp) if d_inp_mlp else nn.Identity()
+        mlp = GatedMLP if gated else ResidualMLP
+        self.inputs = mlp(d_emb, d_inp_mlp) if d_inp_mlp else nn.Identity()
         self.pool = pool
         self.classify = nn.Sequential(
             *([ResidualMLP(d_pool, d_mlp), nn.LayerNorm(d_pool)] if d_mlp else []), nn.Linear(d_pool, n_cls)

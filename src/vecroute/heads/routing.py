@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecroute.compose import PerVector, Sequential, Sum, checked_group_of, group_of
+from vecroute.compose import PerVector, Sequential, checked_group_of, group_of
 from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops.checks import check_size
@@ -29,9 +29,7 @@ class RoutingHead(nn.Module):
         d_mlp: width of the MLPs, None for a quarter of d_emb, 0 for no MLPs.
         gated: whether the MLPs are gated ones, see ``vecroute.heads.GatedMLP``, or plain ones.
         n_routings: 2, or more for routings from the hidden vectors to as many others.
-        n_parallel: how many such networks of routings share the first MLP and add up their scores.
         n_iters, implementation: of every routing.
-        score_scale: by which the weights that make the scores are multiplied at first.
 
     Shapes:
         hidden_states [..., n_pos, depth, d_emb], input_mask [..., n_pos] or [..., n_pos, depth]
@@ -52,21 +50,17 @@ class RoutingHead(nn.Module):
         d_mlp: int | None = None,
         gated: bool = False,
         n_routings: int = 2,
-        n_parallel: int = 1,
         n_iters: int = 2,
-        score_scale: float = 1.0,
         implementation: str = "auto",
     ):
         super().__init__()
         d_hid = d_emb if d_hid is None else d_hid
         d_mlp = max(d_emb // 4, 1) if d_mlp is None else d_mlp
-        sizes = {"depth": depth, "n_cls": n_cls, "d_mlp": d_mlp or 1, "n_parallel": n_parallel}
-        for name, value in sizes.items():
+        for name, value in (("depth", depth), ("n_cls", n_cls), ("d_mlp", d_mlp or 1)):
             check_size(name, value)
         if n_routings < 2:
             raise ValueError(f"n_routings must be at least 2, got {n_routings}")
         self.d_emb, self.depth, self.n_cls = d_emb, depth, n_cls
-        self.n_parallel = n_parallel
         self.compacts = True  # whether training leaves out unused inputs, which takes to look at the mask
         options: dict[str, Any] = {"n_iters": n_iters, "implementation": implementation}
 
@@ -76,22 +70,13 @@ class RoutingHead(nn.Module):
         def mlp(d: int) -> list[nn.Module]:
             return [(GatedMLP if gated else ResidualMLP)(d, d_mlp)] if d_mlp else []
 
-        def routings() -> list[nn.Module]:
-            to_scores = routing(n_hid, n_cls, d_hid, 1)
-            with torch.no_grad():
-                to_scores.W_F2.mul_(score_scale / n_parallel)
-            return [
-                routing(None, n_hid, d_emb, d_hid),
-                *map(PerVector, mlp(d_hid)),
-                *(routing(n_hid, n_hid, d_hid, d_hid) for _ in range(n_routings - 2)),
-                to_scores,
-            ]
-
-        inputs = PerVector(nn.Sequential(nn.LayerNorm(d_emb, elementwise_affine=False), *mlp(d_emb)))
-        if n_parallel == 1:
-            self.network = Sequential(inputs, *routings())
-        else:
-            self.network = Sequential(inputs, Sum(*(Sequential(*routings()) for _ in range(n_parallel))))
+        self.network = Sequential(
+            PerVector(nn.Sequential(nn.LayerNorm(d_emb, elementwise_affine=False), *mlp(d_emb))),
+            routing(None, n_hid, d_emb, d_hid),
+            *map(PerVector, mlp(d_hid)),
+            *(routing(n_hid, n_hid, d_hid, d_hid) for _ in range(n_routings - 2)),
+            routing(n_hid, n_cls, d_hid, 1),
+        )
 
     @classmethod
     def wide(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
@@ -105,7 +90,7 @@ class RoutingHead(nn.Module):
     @classmethod
     def paper(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
         """The paper's head: three routings by way of 64 hidden vectors, and no MLPs."""
-        options = {"n_hid": 64, "d_mlp": 0, "n_routings": 3, "n_parallel": 1, "score_scale": 1.0} | options
+        options = {"n_hid": 64, "d_mlp": 0, "n_routings": 3} | options
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, **options)
 
     def flatten(
@@ -125,21 +110,7 @@ class RoutingHead(nn.Module):
         x_inp, input_mask = self.flatten(hidden_states, input_mask)  # [..., i, d], [..., i]
         if self.training and self.compacts and input_mask is not None:
             x_inp, input_mask = compact(x_inp, input_mask)  # [..., k, d], [..., k]
-        if self.training and self.n_parallel > 1:
-            return self._one_of_parallel(x_inp, input_mask)  # [..., n_cls]
         return self.network(x_inp, input_mask)[..., 0]  # [..., n_cls]
-
-    def _one_of_parallel(self, x_inp: Tensor, input_mask: Tensor | None) -> Tensor:
-        """The scores [..., n_cls] of one of the parallel networks for each sample, as if all agreed with it.
-
-        So each of them learns by itself, from samples of its own, and their sum is that of many opinions.
-        """
-        inputs, parallel = self.network
-        x = inputs(x_inp, input_mask)  # [..., i, d]
-        scores = torch.stack([branch(x, input_mask)[..., 0] for branch in parallel.branches], -1)
-        drawn = torch.rand_like(scores[..., :1, :])  # [..., 1, n_parallel]
-        chosen = (drawn == drawn.amax(-1, keepdim=True)).to(scores.dtype)  # [..., 1, n_parallel]
-        return self.n_parallel * (scores * chosen).sum(-1)  # [..., n_cls]
 
     def route(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Routed:
         """Like ``forward``, and the credit of every hidden state for every class, [..., i, n_cls]."""

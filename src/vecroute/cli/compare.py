@@ -1,0 +1,54 @@
+"""``vecroute compare``."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vecroute.cli.common import Device, app, checked, told
+
+
+@app.command(epilog="Example: vecroute compare data.csv --heads all --seeds 5")
+def compare(
+    data: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .jsonl or .parquet, maybe .gz.")],
+    heads: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
+    seeds: Annotated[int, typer.Option(help="How often each head is fitted.")] = 5,
+    test: Annotated[Path | None, typer.Option(help="Table to test on; a part of DATA if left out.")] = None,
+    text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+    label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
+    encoder: Annotated[str, typer.Option(help="minilm, a name on the hub, or a folder.")] = "minilm",
+    epochs: Annotated[int | None, typer.Option(help="At most; by the data if left out.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per head, no table.")] = False,
+    device: Device = None,
+) -> None:
+    """Compare heads on a table of texts and labels: accuracy, spread, paired test, time, parameters."""
+    from vecroute.compare import compare as run
+    from vecroute.compare import show
+    from vecroute.heads import HEADS
+    from vecroute.tables import read_table
+
+    names = list(HEADS) if heads == "all" else [name.strip() for name in heads.split(",")]
+    table = read_table(data, text, label)
+    tested = None
+    if test is not None:
+        other = read_table(test, text, label)
+        tested = (checked(other[text], text, test), other[label])
+    given: dict[str, Any] = {"max_epochs": epochs} | ({} if lr is None else {"lr": lr})
+    with told():
+        rows = run(
+            checked(table[text], text, data),
+            table[label],
+            names,
+            seeds=seeds,
+            test=tested,
+            encoder=encoder,
+            device=device,
+            **given,
+        )
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    show(rows)

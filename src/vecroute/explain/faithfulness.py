@@ -1,0 +1,278 @@
+"""Are explanations faithful? What is said to matter is taken away, and the scores are looked at again."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vecroute.encoders.text import length_batches
+from vecroute.explain.attribution import METHODS, Layout, Method, Reader, margins
+from vecroute.ops.checks import check_choice
+
+FRACTIONS = (
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+)  # of the tokens, over which comprehensiveness and sufficiency are means
+CURVE = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the tokens, at which insertion and deletion are looked at
+BATCH_POSITIONS = {"cuda": 32_768, "cpu": 2_048}
+# What is measured, and whether more is better.
+MEASURES = {
+    "comprehensiveness": True,
+    "sufficiency": False,
+    "deletion": False,
+    "insertion": True,
+    "leave_one_out": True,
+    "completeness_error": False,
+}
+
+
+def measure(
+    reader: Reader,
+    texts: Sequence[str],
+    methods: Sequence[str] | dict[str, Method] = tuple(METHODS),
+    *,
+    leave_one_out: bool = True,
+    step: Callable[[int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Measure explanations of the predicted class of each text.
+
+    With p the probability of that class, and tokens in the order in which a method says they speak for it:
+
+    - comprehensiveness: p less p without the first tokens, mean over the ``FRACTIONS`` of them;
+    - sufficiency: p less p of the first tokens alone, likewise; less is better;
+    - deletion, insertion: area under the curve of p as the first tokens are deleted, or put in;
+    - leave_one_out: rank correlation with how much the margin falls when each token is deleted alone;
+    - completeness_error: how far what is said is from adding up, where it is said to;
+    - seconds: per explanation, the encoder included.
+
+    Tokens are deleted from the text, which is then encoded again; measures that end in ``_masked`` leave the
+    hidden states as they are and mask the tokens at the head.
+
+    Args:
+        reader: encoder and head.
+        texts: with at least one token each.
+        methods: names out of ``METHODS``, or methods by name.
+        leave_one_out: whether to measure that, which takes one more text for every token.
+        step: called with the number of texts done each time some are.
+
+    Returns:
+        A row for each text and method.
+    """
+    if not isinstance(methods, dict):
+        for name in methods:
+            check_choice("methods", name, tuple(METHODS))
+        methods = {name: METHODS[name] for name in methods}
+    tokens = reader.tokens(texts)
+    if not all(tokens):
+        empty = next(k for k, ids in enumerate(tokens) if not ids)
+        raise ValueError(f"texts must have at least one token each, text {empty} is {texts[empty]!r}")
+    rows: list[dict[str, Any]] = []
+    for group in length_batches(list(map(len, tokens)), BATCH_POSITIONS[reader.device.type]):
+        rows += measure_batch(reader, group, [tokens[k] for k in group], methods, leave_one_out)
+        if step:
+            step(len(group))
+    return rows
+
+
+def measure_batch(
+    reader: Reader,
+    which: Sequence[int],
+    tokens: Sequence[list[int]],
+    methods: dict[str, Method],
+    leave_one_out: bool,
+) -> list[dict[str, Any]]:
+    """The rows of some texts, given as token ids."""
+    layout = reader.layout(tokens)
+    scores = reader.scores(layout)  # [b, n_cls]
+    target, other = scores.topk(2).indices.unbind(-1)  # [b] each
+    p = scores.softmax(-1).gather(-1, target[:, None])[:, 0].tolist()
+    judges = [Judge(reader, *columns) for columns in zip(tokens, target, other, strict=True)]
+    drops = [judge.drops() for judge in judges] if leave_one_out else []  # [n] each
+    rows = []
+    for name, method in methods.items():
+        started = time.perf_counter()
+        values, error = method(reader, layout, target, other)  # [b, n_pos], [b]
+        if values.is_cuda:
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - started) / len(tokens)
+        for k, judge in enumerate(judges):
+            said = values[k][layout.content[k]]  # [n]
+            order = said.argsort(descending=True, stable=True)  # [n]
+            row = {"text": which[k], "n_tokens": len(tokens[k]), "method": name, "seconds": seconds}
+            row |= curves(p[k], judge.deleted(order), judge.kept(order))
+            masked = curves(p[k], *judge.masked(order, layout, k))
+            row |= {f"{measure}_masked": value for measure, value in masked.items()}
+            row["leave_one_out"] = spearman(said, drops[k]) if drops else None
+            row["completeness_error"] = None if error is None else float(error[k])
+            rows.append(row)
+    return rows
+
+
+def curves(p: float, deleted: dict[float, float], kept: dict[float, float]) -> dict[str, float]:
+    """The measures of one text, of its probabilities when shares of its tokens are deleted, or kept alone."""
+    return {
+        "comprehensiveness": float(np.mean([p - deleted[share] for share in FRACTIONS])),
+        "sufficiency": float(np.mean([p - kept[share] for share in FRACTIONS])),
+        "deletion": area(p, deleted),
+        "insertion": area(p, {1 - share: value for share, value in kept.items()}),
+    }
+
+
+def area(p: float, at: dict[float, float]) -> float:
+    """Area under the curve through p at 0, and at the shares of the ``CURVE``, as far as these go."""
+    shares = sorted(share for share in at if any(abs(share - c) < 1e-9 for c in CURVE))
+    return float(np.trapezoid([p, *(at[share] for share in shares)], [0.0, *shares]) / shares[-1])
+
+
+class Judge:
+    """Probabilities of the class of one text as its tokens go; what was asked before is remembered."""
+
+    def __init__(self, reader: Reader, tokens: list[int], target: Tensor, other: Tensor):
+        self.reader, self.tokens, self.target, self.other = reader, tokens, target, other
+        self.known: dict[tuple[int, ...], tuple[float, float]] = {}  # p and margin
+
+    def ask(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
+        """The probability and the margin of texts made of some of the tokens."""
+        new = [text for text in dict.fromkeys(texts) if text not in self.known]
+        for group in length_batches([len(t) + 2 for t in new], BATCH_POSITIONS[self.reader.device.type]):
+            scores = self.reader.scores(self.reader.layout([new[k] for k in group]))  # [b, n_cls]
+            p = scores.softmax(-1)[:, self.target].tolist()
+            margin = margins(scores, self.target.expand(len(p)), self.other.expand(len(p))).tolist()
+            for k, *pair in zip(group, p, margin, strict=True):
+                self.known[new[k]] = (pair[0], pair[1])
+        return [self.known[text] for text in texts]
+
+    def some(self, keep: Tensor) -> tuple[int, ...]:
+        """The tokens at which keep [n] is True."""
+        return tuple(t for t, stays in zip(self.tokens, keep.tolist(), strict=True) if stays)
+
+    def shares(self, order: Tensor) -> dict[float, Tensor]:
+        """For every share that is measured, True [n] at so many first tokens, at least one."""
+        rank = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )  # [n]
+        return {
+            share: rank < max(1, round(share * len(order))) for share in sorted({*FRACTIONS, *CURVE})
+        }  # [n] each
+
+    def deleted(self, order: Tensor) -> dict[float, float]:
+        shares = self.shares(order)
+        found = self.ask([self.some(~first) for first in shares.values()])
+        return {share: p for share, (p, _) in zip(shares, found, strict=True)}
+
+    def kept(self, order: Tensor) -> dict[float, float]:
+        shares = self.shares(order)
+        found = self.ask([self.some(first) for first in shares.values()])
+        return {share: p for share, (p, _) in zip(shares, found, strict=True)}
+
+    def masked(self, order: Tensor, layout: Layout, k: int) -> tuple[dict[float, float], dict[float, float]]:
+        """The same, deleted and kept, where hidden states stay and tokens are masked at the head."""
+        if not hasattr(self, "hidden"):
+            with torch.no_grad():
+                alone = self.reader.layout([self.tokens])
+                self.hidden, self.content = (
+                    self.reader.hidden(alone),
+                    alone.content[0],
+                )  # [1, n_pos, ...], [n_pos]
+        shares = self.shares(order)
+        first = torch.stack(list(shares.values()))  # [k, n]
+        masks = (~self.content).expand(2 * len(first), -1).clone()  # [2 k, n_pos], special tokens stay
+        masks[:, self.content] = torch.cat([~first, first])
+        size = max(1, BATCH_POSITIONS[self.reader.device.type] // masks.shape[1])
+        with torch.no_grad():
+            p = torch.cat(
+                [
+                    self.reader.head(self.hidden.expand(len(part), -1, -1, -1), part).softmax(-1)[
+                        :, self.target
+                    ]
+                    for part in masks.split(size)
+                ]
+            ).tolist()
+        return dict(zip(shares, p[: len(first)], strict=True)), dict(
+            zip(shares, p[len(first) :], strict=True)
+        )
+
+    def drops(self) -> Tensor:
+        """By how much the margin falls when each token is deleted alone, [n]."""
+        everything = torch.ones(len(self.tokens), dtype=torch.bool)  # [n]
+        texts = [tuple(self.tokens)]
+        for k in range(len(everything)):
+            keep = everything.clone()
+            keep[k] = False
+            texts.append(self.some(keep))
+        (_, whole), *rest = self.ask(texts)
+        return torch.tensor([whole - margin for _, margin in rest])  # [n]
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    """The rank correlation of a [n] and b [n], equal values with equal ranks; NaN if one is constant."""
+    ranks = []
+    for values in (a, b):
+        _, index, counts = torch.unique(values.double().cpu(), return_inverse=True, return_counts=True)
+        ranks.append((counts.cumsum(0) - (counts + 1) / 2)[index])  # [n]
+    x, y = (rank - rank.mean() for rank in ranks)  # [n] each
+    scale = (x.square().sum() * y.square().sum()).sqrt()
+    return float((x * y).sum() / scale) if scale > 0 else float("nan")
+
+
+def agreement(readers: Sequence[Reader], texts: Sequence[str], method: Method) -> list[float]:
+    """For each text, the mean rank correlation of what a method says of several heads, by pairs of them.
+
+    The class is the one that the first of them predicts. With a trained head and one whose weights were drawn
+    anew this is the randomisation check: explanations that stay the same do not explain the weights.
+    """
+    found = []
+    for ids in readers[0].tokens(texts):
+        layout = readers[0].layout([ids])
+        target, other = readers[0].scores(layout).topk(2).indices.unbind(-1)  # [1] each
+        said = [
+            method(reader, layout, target, other).values[layout.content] for reader in readers
+        ]  # [n] each
+        pairs = [spearman(a, b) for k, a in enumerate(said) for b in said[:k]]
+        found.append(float(np.mean(pairs)))
+    return found
+
+
+def summarize(rows: Sequence[dict[str, Any]], n: int = 2000, seed: int = 0) -> list[dict[str, Any]]:
+    """Mean and 95 % interval of every measure for each method, by bootstrap over the texts.
+
+    Args:
+        rows: what ``measure`` gave.
+        n: number of samples of the bootstrap.
+        seed: of these.
+    """
+    summary = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        for name in filter(is_measure, own[0]):
+            values = np.array([row[name] for row in own], dtype=float)  # [n_texts], NaN for None
+            values = values[~np.isnan(values)]
+            if not len(values):
+                continue
+            drawn = np.random.default_rng(seed).integers(0, len(values), (n, len(values)))  # [n, n_texts]
+            low, high = np.percentile(values[drawn].mean(1), [2.5, 97.5])
+            told = {"mean": float(values.mean()), "low": float(low), "high": float(high)}
+            summary.append({"method": method, "measure": name, **told, "texts": len(values)})
+    return summary
+
+
+def is_measure(name: str) -> bool:
+    return name == "seconds" or name.removesuffix("_masked") in MEASURES
+
+
+def show(summary: Sequence[dict[str, Any]]) -> None:
+    """Print what ``summarize`` found as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("method", "measure", "mean", "95 % interval", "texts", box=None)
+    for row in summary:
+        interval = f"{row['low']:.3g} to {row['high']:.3g}"
+        table.add_row(row["method"], row["measure"], f"{row['mean']:.3g}", interval, str(row["texts"]))
+    Console().print(table)
