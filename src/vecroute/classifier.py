@@ -18,7 +18,7 @@ from vecroute.contribution import contributions
 from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key
 from vecroute.encoders.text import TextEncoder
 from vecroute.explain import Explanation
-from vecroute.heads import make_head
+from vecroute.heads import RoutingHead, make_head
 from vecroute.labels import check_label_sets, check_labels, check_texts, class_weights, split
 from vecroute.progress import progress_bar
 from vecroute.training import Recipe, Task, make_accelerator, train
@@ -202,8 +202,13 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
 
         Returns:
             An ``Explanation``, or a list of them for several texts.
+
+        Raises:
+            ValueError: the head is no network of routings, so that nothing is known of its inputs.
         """
         check_is_fitted(self)
+        if not isinstance(self.head_, RoutingHead):
+            raise ValueError(f"explain needs head='routing', 'wide' or 'paper', got head={self.head!r}")
         texts = check_texts([X] if isinstance(X, str) else X)
         known = self.classes_.tolist()
         asked = known if classes is None else list(classes)
