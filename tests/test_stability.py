@@ -66,7 +66,7 @@ def test_the_penalty_is_the_mean_square_of_the_jacobian(kind):
     x_inp, _, _ = inputs(batch=1, dtype=torch.float64)
     layer = settled(kind)
     J = jacobian(layer, x_inp[0])
-    penalty = stability.jacobian_penalty(layer, x_inp, n_draws=2000).detach()
+    penalty = stability.jacobian_penalty(layer, x_inp, n_draws=1000).detach()
     torch.testing.assert_close(penalty, J.square().sum() / len(J), rtol=0.1, atol=0)
 
 
@@ -84,13 +84,13 @@ def test_the_penalty_keeps_a_layer_converging_while_it_learns():
             n_out=4,
             d_inp=8,
             d_out=8,
-            n_iters=vr.Converge(1e-6, 50, "iterate"),
+            n_iters=vr.Converge(1e-5, 30, "iterate"),
             dtype=torch.float64,
         )
         with torch.no_grad():
             layer.W_S.fill_(4)
         optimizer = torch.optim.Adam(layer.parameters(), lr=0.03)
-        for _ in range(50):
+        for _ in range(40):
             loss = (layer(x_inp) - target).square().mean()
             converged[strength].append(int(layer.convergence.converged.sum()))
             losses[strength].append(loss.item())
@@ -100,8 +100,8 @@ def test_the_penalty_keeps_a_layer_converging_while_it_learns():
             nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
             optimizer.step()
     assert converged[3][0] <= 12
-    assert max(converged[0][-10:]) <= 16
-    assert min(converged[3][-10:]) >= 19
+    assert sum(converged[0][-10:]) <= 150  # of 200
+    assert sum(converged[3][-10:]) >= 180
     assert losses[3][-1] < 0.75 * losses[3][0]
 
 
