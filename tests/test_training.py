@@ -148,6 +148,7 @@ def test_long_samples_go_through_the_head_in_parts(monkeypatch):
 def test_it_stops_when_validation_gets_worse_and_keeps_the_last_good_weights(monkeypatch):
     accuracies = iter([0.5, 0.8, 0.75, 0.6, 0.72, 0.69, 0.3, 0.2])
     # With 15 samples the standard error of 0.8 is 0.103.
+    monkeypatch.setattr(training, "FEWEST_TO_JUDGE_BY", 15)
     monkeypatch.setattr(training.Trainer, "validate", lambda self: (next(accuracies), 1.0))
     recipe = Recipe(max_epochs=50, patience=3, batch_size=8)
     trainer = training.Trainer(make_head(), make_task(), recipe, training.make_accelerator(), None, 0)
@@ -157,6 +158,13 @@ def test_it_stops_when_validation_gets_worse_and_keeps_the_last_good_weights(mon
     average = {name: p.clone() for name, p in trainer.kept.items()}
     assert all(torch.equal(p, average[name]) for name, p in trainer.head.named_parameters())
     assert not torch.equal(trainer.average["network.1.W_F2"], trainer.kept["network.1.W_F2"])
+
+
+def test_few_validation_samples_decide_nothing(monkeypatch):
+    accuracies = iter([0.8, 0.3, 0.2, 0.1])
+    monkeypatch.setattr(training.Trainer, "validate", lambda self: (next(accuracies), 1.0))
+    history, kept = train(make_head(), make_task(), Recipe(max_epochs=4, patience=1, batch_size=8))
+    assert (len(history), kept) == (4, 3)
 
 
 def test_without_validation_the_last_weights_stay():

@@ -32,6 +32,7 @@ FEWEST_EPOCHS, MOST_EPOCHS, STEPS = 3, 20, 1000  # where the number of epochs is
 WARM_UP = 0.1  # of all steps, with a learning rate that rises from 0; then it falls to 0 along a cosine
 AVERAGED_STEPS = 100  # the weights that are validated and kept are a running mean over about so many steps
 CLIP_NORM = 1.0
+FEWEST_TO_JUDGE_BY = 100  # validation samples; fewer are measured, but nothing is decided by them
 BATCH_BYTES = 128 * 1024**2  # of padded hidden states that go through the head at once
 CHECKPOINT_SECONDS = 5.0
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW
@@ -50,7 +51,7 @@ class Recipe:
         mixup: parameter of the beta distribution by which pairs of samples are mixed, 0 for none.
         label_smoothing: share of each target that is spread over all classes.
         patience: training stops after so many epochs in a row whose validation accuracy was worse than the
-            best by more than its standard error.
+            best by more than its standard error, where 100 samples or more are validated on.
         mixed_precision: "auto" (bfloat16 on GPUs), "bf16" or "no".
         shard_inputs: whether the processes share the positions of each sample instead of the samples, for
             samples too long for one device.
@@ -262,7 +263,7 @@ class Trainer:
             row |= {"valid_loss": loss, "valid_accuracy": accuracy}
         progress.history.append(row)
         # Differences within the standard error say nothing, and later weights have learned more.
-        if accuracy >= progress.best - error:
+        if accuracy >= progress.best - error or len(self.task.valid) < FEWEST_TO_JUDGE_BY:
             progress.kept = progress.epoch
             self.kept = {name: p.clone() for name, p in self.average.items()}
         progress.best = max(progress.best, accuracy)
