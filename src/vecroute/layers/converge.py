@@ -66,7 +66,7 @@ class Converge:
 class Convergence(NamedTuple):
     """How a call of a layer with ``Converge`` went, sample by sample."""
 
-    steps: Tensor  # [...] updates of the state, those of the first iteration aside
+    steps: Tensor  # [...] updates of the state, the first iteration aside
     residuals: Tensor  # [..., steps of the slowest sample] after each of them; the last one stays
     converged: Tensor  # [...] whether the residual came down to tol, or to rounding
 
@@ -207,6 +207,7 @@ def _anderson(history: list[tuple[Tensor, Tensor]]) -> Tensor:
     """
     dtype = compute_dtype(history[-1][1].dtype)
     with without_autocast(history[-1][1]):
+        # [..., k, n] each, of the last k states of n numbers
         xs, ys = (torch.stack(states, -3).to(dtype).flatten(-2) for states in zip(*history, strict=True))
         errors = ys - xs  # [..., k, n]
         length = torch.linalg.vector_norm(errors, dim=-1).clamp(min=torch.finfo(dtype).tiny)  # [..., k]
