@@ -48,7 +48,6 @@ def test_each_head_has_a_row_and_is_compared_with_the_first(tiny):
         assert row["seconds"] > 0
     assert rows[1]["difference"] == pytest.approx(rows[1]["accuracy"] - rows[0]["accuracy"])
     assert [row["parameters"] for row in rows] == [3 * 16 * 2 + 2, 16 * 2 + 2]
-    assert rows[0]["accuracy"] > 0.8
 
 
 def test_every_head_can_be_fitted_saved_and_read(tiny, tmp_path):
