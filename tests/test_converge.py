@@ -542,6 +542,12 @@ def test_half_precision(kind):
 
 
 @pytest.mark.parametrize("kind", ["chunked", "general"])
+def test_export_wants_a_number(kind):
+    with pytest.raises(ValueError, match="n_iters must be an int in a layer to be exported"):
+        torch.export.export(layer_of(kind), (inputs(dtype=torch.float64)[0],))
+
+
+@pytest.mark.parametrize("kind", ["chunked", "general"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks there where its graph breaks
 def test_compiled(kind):
     x_inp, _, _ = inputs(dtype=torch.float64)

@@ -79,6 +79,10 @@ def check_n_iters(n_iters: object) -> None:
 
 def not_compiled(function: Callable) -> Callable:
     """The function, as one that torch.compile leaves to Python; where nothing is compiled, as it is."""
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "n_iters must be an int in a layer to be exported: the steps of a Converge depend on the data"
+        )
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
