@@ -331,7 +331,7 @@ GOOD = "review,stars\n" + "a good film,pos\na dull film,neg\n" * 10
     ("change", "message"),
     [
         (lambda folder: folder / "none.csv", "none.csv is not there"),
-        (lambda folder: folder, "must end with .csv, .tsv, .jsonl or .parquet"),
+        (lambda folder: folder, "must have a folder of images for each of two classes or more"),
         (put("a.xlsx", "?"), "a.xlsx must end with .csv, .tsv, .jsonl or .parquet, and maybe .gz"),
         (put("a.csv", "words,stars\na,b\n"), "a.csv has no column 'review', it has 'words', 'stars'"),
         (put("a.csv", "review,label\na,b\n"), "a.csv has no column 'stars', it has 'review', 'label'"),

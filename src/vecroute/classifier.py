@@ -16,9 +16,13 @@ from torch import Tensor
 
 from vecroute.contribution import contributions
 from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key
+from vecroute.encoders.loading import takes_images
 from vecroute.encoders.text import TextEncoder
+from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain import Explanation
+from vecroute.explain.image import explain_image
 from vecroute.heads import RoutingHead, make_head
+from vecroute.images import Picture, check_images, is_image
 from vecroute.labels import check_label_sets, check_labels, check_texts, class_weights, split
 from vecroute.progress import progress_bar
 from vecroute.training import Recipe, Task, make_accelerator, train
@@ -26,13 +30,19 @@ from vecroute.training import Recipe, Task, make_accelerator, train
 logger = logging.getLogger(__name__)
 
 WINDOW_CHARACTERS = 1_000_000  # of texts that are tokenized at a time
+WINDOW_IMAGES = 256
+N_EXPLAINED = 10  # classes of an image that are explained unless others are asked for
 
 
 class RoutingClassifier(ClassifierMixin, BaseEstimator):
-    """Classify texts by routing all hidden states of a frozen Transformer to class scores.
+    """Classify texts or images by routing all hidden states of a frozen Transformer to class scores.
+
+    Where the encoder is a vision Transformer, everything said of texts holds for images: paths, PIL images or
+    arrays, see ``vecroute.images``.
 
     Args:
-        encoder: "minilm", a name on the Hugging Face hub, a folder, a loaded model or a ``TextEncoder``.
+        encoder: "minilm", a name on the Hugging Face hub, a folder, a loaded model, a ``TextEncoder`` or a
+            ``VisionEncoder``.
         revision: of the encoder on the hub.
         depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
         head: "routing" or "paper".
@@ -162,7 +172,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             validate_on,
             class_weights(self.class_weight, task_labels, self.multi_label),
             self.multi_label,
-            key=text_key("\0".join([encoder.key, *texts])),
+            key=text_key("\0".join([encoder.key, *(t if isinstance(t, str) else t.key for t in texts)])),
         )
         checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
         trained = train(head, task, recipe, checkpoint=checkpoint, accelerator=accelerator, show=show)
@@ -198,7 +208,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
 
         Args:
             X: one text or several.
-            classes: the labels to explain, None for all.
+            classes: the labels to explain, None for all; of images for the ten with the highest scores.
 
         Returns:
             An ``Explanation``, or a list of them for several texts.
@@ -209,15 +219,21 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         check_is_fitted(self)
         if not isinstance(self.head_, RoutingHead):
             raise ValueError(f"explain needs head='routing', 'wide' or 'paper', got head={self.head!r}")
-        texts = check_texts([X] if isinstance(X, str) else X)
+        images = isinstance(self._ready()[0], VisionEncoder)
+        single = is_image(X) if images else isinstance(X, str)
+        texts: Any = (check_images if images else check_texts)([X] if single else X)
         known = self.classes_.tolist()
         asked = known if classes is None else list(classes)
         for label in asked:
             if label not in known:
                 raise ValueError(f"classes must be some of {known}, got {label!r}")
         outputs = [known.index(label) for label in asked]
-        explained = [self._explain(text, outputs) for text in texts]
-        return explained[0] if isinstance(X, str) else explained
+        if images:
+            many = classes is None and len(known) > N_EXPLAINED
+            explained = [self._explain_image(picture, None if many else outputs) for picture in texts]
+        else:
+            explained = [self._explain(text, outputs) for text in texts]
+        return explained[0] if single else explained
 
     def save_pretrained(
         self, folder: str | Path, *, overwrite: bool = False, about: dict | None = None
@@ -263,7 +279,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
 
     def _samples(self, X: Any, y: Any, validation: tuple[Any, Any] | None):
         """Checked texts and labels, and which samples to train and to validate on."""
-        texts = check_texts(X)
+        check_samples: Any = check_images if self._of_images() else check_texts
+        texts = check_samples(X)
         check = check_label_sets if self.multi_label else check_labels
         if validation is None:
             labels = check(y, len(texts))
@@ -272,7 +289,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
                 labels,
                 *split(labels, self.validation_fraction, self.random_state, self.multi_label),
             )
-        more = check_texts(validation[0], "validation")
+        more = check_samples(validation[0], "validation")
         labels = check([*y, *validation[1]], len(texts) + len(more))
         n, n_more = len(texts), len(more)
         return texts + more, labels, list(range(n)), list(range(n, n + n_more))
@@ -281,25 +298,34 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         names = [field.name for field in fields(Recipe) if field.name != "seed"]
         return Recipe(seed=self.random_state, **{name: getattr(self, name) for name in names})
 
-    def _new_head(self, encoder: TextEncoder, n_cls: int) -> torch.nn.Module:
+    def _of_images(self) -> bool:
+        if isinstance(self.encoder, TextEncoder | VisionEncoder):
+            return isinstance(self.encoder, VisionEncoder)
+        named = isinstance(self.encoder, str | Path)
+        return takes_images(str(self.encoder) if named else self.encoder, self.revision)
+
+    def _new_head(self, encoder: Any, n_cls: int) -> torch.nn.Module:
         sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": n_cls}
         return make_head(self.head, seed=self.random_state, **sizes, **(self.head_options or {}))
 
-    def _load_encoder(self, device: torch.device) -> TextEncoder:
-        if isinstance(self.encoder, TextEncoder):
+    def _load_encoder(self, device: torch.device) -> Any:
+        if isinstance(self.encoder, TextEncoder | VisionEncoder):
             return self.encoder
         options: dict[str, Any] = {
             "revision": self.revision,
             "depths": None if self.depths is None else tuple(self.depths),
-            "max_length": self.max_length,
-            "stride": self.stride,
             "special_tokens": self.special_tokens,
         }
+        kind: Any = VisionEncoder if self._of_images() else TextEncoder
+        if kind is TextEncoder:
+            options |= {"max_length": self.max_length, "stride": self.stride}
+        elif self.max_length or self.stride:
+            raise ValueError(f"max_length and stride are for texts, encoder {self.encoder} takes images")
         if isinstance(self.encoder, str | Path):
-            return shared_encoder(str(self.encoder), folder_stamp(self.encoder), str(device), **options)
-        return TextEncoder(self.encoder, **options)
+            return shared_encoder(kind, str(self.encoder), folder_stamp(self.encoder), str(device), **options)
+        return kind(self.encoder, **options)
 
-    def _open_cache(self, encoder: TextEncoder) -> FeatureCache | None:
+    def _open_cache(self, encoder: Any) -> FeatureCache | None:
         if self.cache is False or self.cache is None:
             return None
         folder = default_folder() if self.cache is True else Path(self.cache)
@@ -309,7 +335,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             logger.warning("no cache of hidden states: %s", error)
             return None
 
-    def _ready(self) -> tuple[TextEncoder, Any]:
+    def _ready(self) -> tuple[Any, Any]:
         """The encoder, loaded again if need be, and the head."""
         check_is_fitted(self)
         if not hasattr(self, "encoder_"):
@@ -326,7 +352,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         """The scores [n, n_cls] of texts in double precision, on the CPU."""
         encoder, head = self._ready()
         device, found = next(head.parameters()).device, []
-        for texts in windows(check_texts(X)):
+        samples: Any = (check_images if isinstance(encoder, VisionEncoder) else check_texts)(X)
+        for texts in windows(samples):
             scores = torch.empty(len(texts), len(self.classes_), device=device)  # [n, n_cls]
             for batch in encoder.batches(encoder.tokenize(texts)):
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -334,6 +361,13 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
                 scores[batch.which] = found_now.float()
             found.append(scores.cpu())
         return torch.cat(found).double()
+
+    def _explain_image(self, picture: Picture, outputs: list[int] | None) -> Explanation:
+        encoder, head = self._ready()
+        if outputs is None:
+            outputs = self._scores([picture])[0].topk(N_EXPLAINED).indices.tolist()
+        names = [str(self.classes_[j]) for j in outputs]
+        return explain_image(encoder, head, picture, outputs, names)
 
     def _explain(self, text: str, outputs: list[int]) -> Explanation:
         encoder, head = self._ready()
@@ -370,9 +404,9 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
 
 
 @functools.lru_cache(maxsize=2)
-def shared_encoder(name: str, stamp: tuple, device: str, **options: Any) -> TextEncoder:
+def shared_encoder(kind: Any, name: str, stamp: tuple, device: str, **options: Any) -> Any:
     """One encoder for all classifiers with the same options, as long as its files stay the same."""
-    return TextEncoder(name, device=device, **options)
+    return kind(name, device=device, **options)
 
 
 def folder_stamp(name: str | Path) -> tuple:
@@ -381,14 +415,15 @@ def folder_stamp(name: str | Path) -> tuple:
     return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
 
 
-def windows(texts: list[str]) -> Iterator[list[str]]:
-    """The texts, in groups of so many characters that tokens do not fill memory."""
-    group: list[str] = []
+def windows(texts: list[Any]) -> Iterator[list[Any]]:
+    """The texts, in groups of so many characters that tokens do not fill memory; or so many images."""
+    group: list[Any] = []
     characters = 0
     for text in texts:
-        if group and characters + len(text) > WINDOW_CHARACTERS:
+        size = len(text) if isinstance(text, str) else WINDOW_CHARACTERS // WINDOW_IMAGES
+        if group and characters + size > WINDOW_CHARACTERS:
             yield group
             group, characters = [], 0
         group.append(text)
-        characters += len(text)
+        characters += size
     yield group

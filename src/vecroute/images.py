@@ -99,9 +99,7 @@ def check_images(X: Any, name: str = "X") -> list[Picture]:
         TypeError: one image instead of several, or something that is no image.
         ValueError: no images, a missing one, or one that cannot be read.
     """
-    single = require("PIL.Image", "images").Image
-    one_array = isinstance(X, np.ndarray | Tensor) and X.ndim in (2, 3)
-    if isinstance(X, str | Path | Picture | single) or one_array:
+    if is_image(X):
         raise TypeError(f"{name} must be a list of images, got one: put it in a list")
     if not isinstance(X, Iterable) or isinstance(X, dict | set):
         raise TypeError(f"{name} must be a list of images, got {type(X).__name__}")
@@ -109,6 +107,28 @@ def check_images(X: Any, name: str = "X") -> list[Picture]:
     if not pictures:
         raise ValueError(f"{name} must be a list of images, got none")
     return pictures
+
+
+def is_image(X: Any) -> bool:
+    """Whether it is one image and not several."""
+    one_array = isinstance(X, np.ndarray | Tensor) and X.ndim in (2, 3)
+    return one_array or isinstance(X, str | Path | Picture | require("PIL.Image", "images").Image)
+
+
+def image_files(folder: str | os.PathLike) -> list[Path]:
+    """The images of a folder and of all below it, in order; other files are named in a warning.
+
+    Raises:
+        ValueError: there are none.
+    """
+    files = list(files_in(Path(folder)))
+    found = [path for path in files if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")]
+    skipped = [path for path in files if path not in set(found)]
+    if skipped:
+        logger.warning("%d files of %s are left out: %s", len(skipped), folder, listed(skipped))
+    if not found:
+        raise ValueError(f"{folder} has no images")
+    return found
 
 
 def read_folder(folder: str | os.PathLike) -> Folder:

@@ -58,6 +58,7 @@ def describe(classifier: Any, about: dict) -> dict[str, Any]:
         "vecroute": version("vecroute"),
         "classes": classifier.classes_.tolist(),
         "params": {name: value for name, value in params.items() if name not in NOT_SAVED},
+        "samples": "images" if hasattr(encoder, "grid") else "texts",
         "encoder": {
             "name": encoder.name,
             "revision": encoder.revision,
@@ -151,25 +152,28 @@ def model_card(config: dict[str, Any]) -> str:
     """README.md, as the Hugging Face hub shows it."""
     encoder, n, classes = config["encoder"], config["n_texts"], config["classes"]
     accuracy = config["validation_accuracy"]
-    validated = "not validated" if accuracy is None else f"{accuracy:.3f} on {n['validation']} texts"
+    samples = config["samples"]
+    task, example = ("image", "some.jpg") if samples == "images" else ("text", "some text")
+    position = "patch" if samples == "images" else "token"
+    validated = "not validated" if accuracy is None else f"{accuracy:.3f} on {n['validation']} {samples}"
     results = "".join(f"| {name} | {value} |\n" for name, value in config["about"].items())
     named = ", ".join(f"`{label}`" for label in classes[:50]) + (", ..." if len(classes) > 50 else "")
     revision = f", revision `{encoder['revision']}`" if encoder["revision"] else ""
     return f"""---
 library_name: vecroute
-pipeline_tag: text-classification
-tags: [text-classification, vecroute, explainability]
+pipeline_tag: {task}-classification
+tags: [{task}-classification, vecroute, explainability]
 ---
 
-# Text classifier
+# {task.capitalize()} classifier
 
-It routes the hidden states of every token at every depth of a frozen Transformer to class scores, and says
-what each of them added.
+It routes the hidden states of every {position} at every depth of a frozen Transformer to class scores, and
+says what each of them added.
 
 | | |
 |---|---|
 | classes | {named} |
-| texts learned from | {n["train"]} |
+| {samples} learned from | {n["train"]} |
 | validation accuracy | {validated} |
 | encoder | `{encoder["name"]}`{revision} |
 | sha256 of the encoder's weights | `{encoder["weights_sha256"]}` |
@@ -182,7 +186,7 @@ The encoder is not part of this folder: it is loaded by its name, and checked.
 import vecroute as vr
 
 classifier = vr.RoutingClassifier.from_pretrained("path/to/this/folder")
-classifier.predict(["some text"])
-classifier.explain("some text").to_html("why.html")
+classifier.predict(["{example}"])
+classifier.explain("{example}").to_html("why.html")
 ```
 """

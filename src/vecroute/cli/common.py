@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 app = typer.Typer(
-    help="Text classifiers on frozen Transformers, whose every prediction comes with an explanation.",
+    help="Classifiers of texts and images on frozen Transformers, whose predictions come with explanations.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -36,6 +36,14 @@ def load(model: Path, encoder: str | None, device: str | None) -> Any:
     from vecroute.classifier import RoutingClassifier
 
     return RoutingClassifier.from_pretrained(model, encoder=encoder, device=device)
+
+
+def check_kind(classifier: Any, model: Path, data: Path) -> None:
+    """Raise for a folder of images given to a classifier of texts, or for a table given to one of images."""
+    images = hasattr(classifier.encoder_, "grid")
+    if str(data) != "-" and images != data.is_dir():
+        kind = "images: give a folder of them" if images else "texts: give a table of them"
+        raise ValueError(f"{model} classifies {kind}, got {data}")
 
 
 def column(classifier: Any, given: str | None, kind: str) -> str:

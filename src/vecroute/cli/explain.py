@@ -16,22 +16,28 @@ class Unit(enum.StrEnum):
     word = "word"
     sentence = "sentence"
     chunk = "chunk"
+    patch = "patch"
+    region = "region"
     depth = "depth"
 
 
 @app.command(epilog='Example: vecroute explain model/ "a gorgeous, witty movie" --html why.html')
 def explain(
     model: Model,
-    text: Annotated[list[str] | None, typer.Argument(help="Texts, else lines of standard input.")] = None,
+    text: Annotated[
+        list[str] | None, typer.Argument(help="Texts or images, else lines of standard input.")
+    ] = None,
     class_: Annotated[str | None, typer.Option("--class", help="Else the predicted one.")] = None,
-    by: Annotated[Unit, typer.Option(help="What to sum contributions over.")] = Unit.word,
+    by: Annotated[
+        Unit | None, typer.Option(help="What to sum contributions over; words or regions if left out.")
+    ] = None,
     top: Annotated[int, typer.Option(help="How many of the strongest to list.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each text.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page for one text to this file.")] = None,
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
-    """Show what each word of a text added to the score of a class."""
+    """Show what each word of a text, or each region of an image, added to the score of a class."""
     classifier = load(model, encoder, device)
     texts = checked(text or [line.rstrip("\n") for line in sys.stdin], "TEXT", "the command line")
     if html is not None and len(texts) > 1:
@@ -39,12 +45,13 @@ def explain(
     for one in texts:
         why = classifier.explain(one)
         why.index(class_)  # raises if there is no such class
+        unit = by.value if by else "region" if "region" in why.units else "word"
         if html is not None:
-            why.to_html(html, unit=by.value, outputs=None if class_ is None else [class_])
+            why.to_html(html, unit=unit, outputs=None if class_ is None else [class_])
         if as_json:
-            print(json.dumps(explained(why, by.value), ensure_ascii=False))
+            print(json.dumps(explained(why, unit), ensure_ascii=False))
         elif html is None:
-            show_explanation(why, class_, by.value, top)
+            show_explanation(why, class_, unit, top)
 
 
 def explained(why: Any, unit: str) -> dict[str, Any]:
@@ -60,17 +67,20 @@ def explained(why: Any, unit: str) -> dict[str, Any]:
         "base_values": by_class(why.base_values),
         "unit": unit,
         "parts": [
-            {"piece": rows.label(k), "start": start, "end": end, "values": by_class(values)}
-            for k, ((start, end), values) in enumerate(
-                zip(rows.offsets.tolist(), rows.values.sum(1), strict=True)
-            )
+            {"piece": rows.label(k), **place, "values": by_class(values)}
+            for k, (place, values) in enumerate(zip(places(rows), rows.values.sum(1), strict=True))
         ],
     }
+
+
+def places(rows: Any) -> list[dict[str, Any]]:
+    """Where each row is: characters of the text, or a box in pixels of the image."""
+    if hasattr(rows, "boxes"):
+        return [{"box": box} for box in rows.boxes.tolist()]
+    return [{"start": start, "end": end} for start, end in rows.offsets.tolist()]
 
 
 def show_explanation(why: Any, class_: str | None, unit: str, top: int) -> None:
     from rich.console import Console
 
-    from vecroute.explain.terminal import renderable
-
-    Console().print(renderable(why, class_, top, unit))
+    Console().print(why.to_rich(output=class_, k=top, unit=unit))

@@ -9,9 +9,17 @@ import typer
 from vecroute.cli.common import Device, app, checked, fail, told
 
 
-@app.command(epilog="Example: vecroute fit train.csv --text review --label stars --out model/")
+@app.command(
+    epilog="Example: vecroute fit train.csv --text review --label stars --out model/, "
+    "or vecroute fit photos/ --encoder some-vit/ --out model/"
+)
 def fit(
-    data: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .jsonl or .parquet, maybe .gz.")],
+    data: Annotated[
+        Path,
+        typer.Argument(
+            help="Table: .csv, .tsv, .jsonl or .parquet, maybe .gz; or a folder of images by class."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
     text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
@@ -33,15 +41,12 @@ def fit(
     ] = False,
     device: Device = None,
 ) -> None:
-    """Fit a classifier to a table of texts and labels. Interrupted, the same command goes on."""
+    """Fit a classifier to texts and labels, or to images. Interrupted, the same command goes on."""
     from vecroute.classifier import RoutingClassifier
-    from vecroute.labels import check_labels
-    from vecroute.tables import read_table
 
     check_place(out)
-    table = read_table(data, text, label)
-    texts = checked(table[text], text, data)
-    check_labels(table[label], len(texts), f"column {label!r} of {data}")
+    with told():
+        samples, labels, about = read_samples(data, text, label)
     partial = out.with_name(f".{out.name}.partial")
     given: dict[str, Any] = {"batch_size": batch_size, "lr": lr}
     classifier = RoutingClassifier(
@@ -59,19 +64,40 @@ def fit(
         device=device,
         **{name: value for name, value in given.items() if value is not None},
     )
+    if data.is_dir() and not classifier._of_images():
+        raise ValueError(
+            f"{data} has images: name a vision Transformer with --encoder, {encoder} takes texts"
+        )
     try:
         with told():
-            classifier.fit(texts, table[label])
+            classifier.fit(samples, labels)
     except KeyboardInterrupt:
         if not partial.exists():
             raise
         fail(f"interrupted: the same command goes on from where it was ({partial})", 130)
     if os.environ.get("RANK", "0") != "0":  # one of several processes is enough
         return
-    classifier.save_pretrained(out, about={"text column": text, "label column": label, "data": data.name})
+    classifier.save_pretrained(out, about={**about, "data": data.name})
     accuracy = classifier.validation_accuracy_
     validated = "" if accuracy is None else f", validation accuracy {accuracy:.3f}"
-    print(f"{out}: {len(classifier.classes_)} classes from {classifier.n_texts_['train']} texts{validated}")
+    trained = f"{classifier.n_texts_['train']} {'images' if data.is_dir() else 'texts'}"
+    print(f"{out}: {len(classifier.classes_)} classes from {trained}{validated}")
+
+
+def read_samples(data: Path, text: str, label: str) -> tuple[Any, Any, dict[str, str]]:
+    """Texts and labels of a table, or images and labels of a folder, and what to remember of them."""
+    from vecroute.images import read_folder
+    from vecroute.labels import check_labels
+    from vecroute.tables import read_table
+
+    if data.is_dir():
+        folder = read_folder(data)
+        check_labels(folder.labels, len(folder.paths), f"labels of {data}")
+        return folder.paths, folder.labels, {}
+    table = read_table(data, text, label)
+    texts = checked(table[text], text, data)
+    check_labels(table[label], len(texts), f"column {label!r} of {data}")
+    return texts, table[label], {"text column": text, "label column": label}
 
 
 def check_place(out: Path) -> None:

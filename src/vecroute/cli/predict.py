@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vecroute.cli.common import Device, Encoder, Model, TextColumn, app, checked, column, load
+from vecroute.cli.common import Device, Encoder, Model, TextColumn, app, check_kind, checked, column, load
 
 
 class Output(enum.StrEnum):
@@ -28,7 +28,9 @@ class Input(enum.StrEnum):
 @app.command(epilog="Example: cat reviews.txt | vecroute predict model/ > predictions.jsonl")
 def predict(
     model: Model,
-    data: Annotated[Path, typer.Argument(help="Table of texts, or - for standard input.")] = Path("-"),
+    data: Annotated[Path, typer.Argument(help="Table of texts, folder of images, or - for stdin.")] = Path(
+        "-"
+    ),
     text: TextColumn = None,
     from_: Annotated[Input, typer.Option("--from", help="What comes from standard input.")] = Input.lines,
     to: Annotated[Output, typer.Option(help="What to write.")] = Output.jsonl,
@@ -36,8 +38,9 @@ def predict(
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
-    """Classify texts, and write label and probabilities of each to standard output as they come."""
+    """Classify texts or images, and write label and probabilities of each to standard output as they come."""
     classifier = load(model, encoder, device)
+    check_kind(classifier, model, data)
     names = [str(label) for label in classifier.classes_]
     table = csv.writer(sys.stdout)
     if to is Output.csv:
@@ -55,10 +58,15 @@ def predict(
 
 def read_texts(data: Path, kind: Input, text: str, rows: int) -> Iterator[list[str]]:
     """Texts of a file, or of standard input, some at a time."""
+    from vecroute.images import image_files
     from vecroute.tables import checked_pieces, read_lines, read_pieces
 
     pieces: Iterator[Any]
     where = "standard input" if str(data) == "-" else str(data)
+    if data.is_dir():
+        paths = [str(path) for path in image_files(data)]
+        yield from (paths[k : k + rows] for k in range(0, len(paths), rows))
+        return
     if str(data) != "-":
         pieces = (piece[text] for piece in read_pieces(data, text, rows=rows))
     elif kind is Input.lines:

@@ -30,5 +30,7 @@ def serve(
     )
     with web.bind(host, port) as bound:
         classifier = load(model, encoder, device)
+        if hasattr(classifier.encoder_, "grid"):
+            raise ValueError(f"{model} classifies images, the page takes texts")
         page = web.create_app(classifier, name=model.resolve().name, limits=limits, hosts=web.hosts_for(host))
         web.run(page, bound, seconds, lambda: print(f"{model} is at {web.address(bound)}", flush=True))

@@ -60,6 +60,18 @@ def load_tokenizer(name: str, revision: str | None) -> Any:
         raise ValueError(f"tokenizer of {name!r} could not be loaded: {first_line(error)}") from error
 
 
+def takes_images(model: Any, revision: str | None) -> bool:
+    """Whether an encoder (name, folder or loaded model) is one of images; False where it is not found."""
+    config = getattr(model, "config", None)
+    if isinstance(model, str) and model != "minilm":
+        try:
+            with quiet():
+                config = transformers.AutoConfig.from_pretrained(model, revision=revision)
+        except (OSError, ValueError, KeyError):
+            return False
+    return hasattr(config, "patch_size") or hasattr(config, "vision_config")
+
+
 def load_image_processor(name: str, revision: str | None) -> Any:
     """The image processor of a vision encoder, the one on PIL and numpy, which is the same everywhere."""
     try:

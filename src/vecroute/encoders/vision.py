@@ -60,6 +60,7 @@ class VisionEncoder:
     """
 
     model: Any
+    max_length, stride = None, 0  # for encoders of texts: an image is always seen as a whole
 
     def __init__(
         self,
@@ -106,6 +107,11 @@ class VisionEncoder:
         """Changes with anything that changes the hidden states: weights, processor, options, precision."""
         options = [self.depths, self.special_tokens, str(self.dtype)]
         return sha256_json([self.weights_sha256, self.processor_sha256, *options])
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """What cuts an image into positions is its image processor."""
+        return self.processor_sha256
 
     def tokenize(self, images: Sequence[Any]) -> list[Seen]:
         """Images ready for ``batches``: paths, PIL images, arrays, tensors or pictures."""
