@@ -54,10 +54,7 @@ def check(task: str, trained: list[Reader], texts: list[str], method: str, devic
         d_emb=trained[0].head.d_emb, depth=trained[0].head.depth, n_cls=corpora.TASKS[task]
     )
     fresh.load_state_dict(
-        {
-            name: torch.randn_like(p) * p.std().nan_to_num(0)
-            for name, p in trained[0].head.state_dict().items()
-        }
+        {name: torch.randn_like(p) * p.std(correction=0) for name, p in trained[0].head.state_dict().items()}
     )
     random_reader = Reader(trained[0].encoder, fresh.to(device))
     layout = trained[0].layout(trained[0].tokens(texts[:1]))
