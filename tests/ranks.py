@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 WORLD = 4
-SECONDS = 20  # the time-out of the groups
+SECONDS = 120  # the time-out of the groups, which a busy machine should not reach
 
 
 class RankError(Exception):
