@@ -74,7 +74,7 @@ SOURCES = {f.__name__.removeprefix("as_"): f for f in (
 NETWORKS = {
     "one iteration": lambda: vr.VectorRouting(n_inp=None, n_out=4, d_inp=D_INP, d_out=5, n_iters=1),
     "layer": lambda: vr.VectorRouting(n_inp=None, n_out=4, d_inp=D_INP, d_out=5, n_iters=3),
-    "head": lambda: vr.RoutingHead(d_emb=D_INP, depth=1, n_cls=3, n_hid=4, d_hid=8, n_parallel=1).network,
+    "head": lambda: vr.RoutingHead(d_emb=D_INP, depth=1, n_cls=3, n_hid=4, d_hid=8).network,
     "frozen": lambda: vr.Sequential(
         vr.PerVector(nn.Linear(D_INP, 4).requires_grad_(False)),
         vr.VectorRouting(n_inp=None, n_out=4, d_inp=4, d_out=5, normalize=False),
