@@ -1,11 +1,11 @@
 """The web application: routes, limits, and headers that let browsers run its own script alone."""
 
 import json
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
@@ -14,7 +14,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from vecroute import __version__
 from vecroute.explain.explanation import UNITS
 from vecroute.explain.html import STYLE, environment
 from vecroute.serve import schemas
@@ -22,7 +21,7 @@ from vecroute.serve.answers import Answers, Explain, Predict, Save
 from vecroute.serve.batching import Batcher, QueueFull
 from vecroute.serve.guard import Guard
 
-logger = logging.getLogger(__name__)
+VERSION = version("vecroute")
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -111,7 +110,7 @@ def create_app(
 
     app = FastAPI(
         title="vecroute",
-        version=__version__,
+        version=VERSION,
         description="Predictions of a classifier, and what each part of a text adds to the score.",
         docs_url=None,
         redoc_url=None,
@@ -128,7 +127,7 @@ def create_app(
     async def health() -> dict[str, Any]:
         """Whether it is up, and how many requests wait."""
         waiting, capacity = batcher.queue.qsize(), limits.max_waiting
-        return {"status": "ok", "version": __version__, "waiting": waiting, "capacity": capacity}
+        return {"status": "ok", "version": VERSION, "waiting": waiting, "capacity": capacity}
 
     @app.get("/model", response_model=schemas.About)
     async def model() -> dict[str, Any]:
