@@ -256,10 +256,13 @@ def test_labels_that_are_numbers(run, tiny, table, tmp_path):
     table.to_csv(tmp_path / "train.csv", index=False)
     table.to_parquet(tmp_path / "test.parquet")
     assert run(*fit_arguments(tiny, tmp_path / "train.csv", tmp_path / "model")).code == 0
-    for name in ("train.csv", "test.parquet"):
-        result = json.loads(run("evaluate", tmp_path / "model", tmp_path / name, "--json").out)
-        assert result["labels"] == ["1", "10"]
-        assert result["accuracy"] > 0.8
+    results = [
+        json.loads(run("evaluate", tmp_path / "model", tmp_path / name, "--json").out)
+        for name in ("train.csv", "test.parquet")
+    ]
+    assert results[0] == results[1]
+    assert results[0]["labels"] == ["1", "10"]
+    assert [sum(row) for row in results[0]["confusion"]] == [60, 60]
 
 
 def test_explain_in_the_terminal_as_json_and_as_a_page(run, fitted, tmp_path):
