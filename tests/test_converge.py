@@ -13,7 +13,7 @@ from samples import D_INP, inputs, make
 from torch import Tensor, nn
 
 import vecroute as vr
-from vecroute.layers.converge import WARM_UP, WINDOW, solve
+from vecroute.layers.converge import WARM_UP, WINDOW, fixed_point, solve
 
 # The fused kernels, slow in Triton's interpreter, have the steps of "chunked": they come where kernels count.
 QUICK = ("reference", "chunked", "general", "general over inputs")
@@ -148,6 +148,29 @@ def test_x_init_is_where_the_search_starts():
     again = layer(x_inp, x_init=x_out.detach())
     assert (layer.convergence.steps == 1).all()
     torch.testing.assert_close(again, x_out, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("batch", [(), (1,)])
+def test_x_init_broadcasts_over_the_batch(batch):
+    layer = layer_of("general", tol=1e-10, max_iters=500)
+    x_inp, _, _ = inputs(dtype=torch.float64)
+    x_init = torch.randn(*batch, *layer(x_inp).shape[1:], dtype=torch.float64)
+    x_out = layer(x_inp, x_init=x_init)
+    assert layer.convergence.steps.shape == (2,)
+    torch.testing.assert_close(x_out, layer(x_inp, x_init=x_init.expand(x_out.shape)))
+
+
+def test_wrong_x_init():
+    layer = layer_of("general")
+    x_inp, _, _ = inputs(dtype=torch.float64)
+    x_init = layer(x_inp).detach()
+    for wrong in (x_init[[0, 0, 0]], x_init[None]):
+        expected = r"x_init must have leading dimensions broadcastable to those of x_inp, \[2\], got \["
+        with pytest.raises(ValueError, match=expected):
+            layer(x_inp, x_init=wrong)
+    x_init[1] = torch.nan
+    with pytest.raises(ValueError, match="in 1 of 2 samples: look for NaN .* in x_inp, x_init and"):
+        layer(x_inp, x_init=x_init)
 
 
 @pytest.mark.parametrize("kind", ["reference", "chunked", "fused"])
@@ -448,6 +471,22 @@ def test_what_does_not_converge_is_told_and_finite(kind, solver):
     assert x_out.isfinite().all()
     assert grad.isfinite().all()
     assert grad.abs().max() < 1e6
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_the_warning_points_to_the_caller(kind):
+    x_inp, _, _ = inputs(dtype=torch.float64)
+    layer = layer_of(kind, tol=1e-300, max_iters=3, solver="iterate")
+    with pytest.warns(UserWarning, match="did not converge") as caught:
+        layer(x_inp)
+    assert caught[0].filename == __file__
+
+
+def test_the_warning_tells_the_least_residual():
+    """Of x = 2 x + 1 from 0 the residuals are 1, 2, 4: the first state is used."""
+    options = vr.Converge(1e-9, 3, "iterate", "absolute")
+    with pytest.warns(UserWarning, match=r"the greatest is 1\.0e\+00"):
+        fixed_point(lambda x: 2 * x + 1, torch.zeros(1, 1, 1), options)
 
 
 def test_gradients_that_are_not_finite_pass():

@@ -61,6 +61,27 @@ def test_one_output_is_settled_at_once():
     assert stability.jacobian_penalty(layer, x_inp) == 0
 
 
+@pytest.mark.parametrize("learned", [True, False])
+def test_scores_that_do_not_depend_on_the_state(learned):
+    layer = vr.GeneralRouting(
+        A=lambda x: x[..., 0],
+        F=lambda x: x[..., None, :].expand(*x.shape[:-1], 3, 4),
+        G=lambda x: x,
+        S=lambda x, x_hat: x[..., :3],
+        n_inp=None,
+        n_out=3,
+        d_inp=4,
+        n_iters=vr.Converge(),
+        **({} if learned else {"beta_use": 1, "beta_ign": 0}),
+    )
+    x_inp = torch.randn(2, 5, 4)
+    assert (stability.probe(layer, x_inp, n_steps=4).spectral_radius == 0).all()
+    assert stability.jacobian_penalty(layer, x_inp) == 0
+    if learned:
+        layer(x_inp).sum().backward()
+        assert layer.W_use.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_penalty_is_the_mean_square_of_the_jacobian(kind):
     x_inp, _, _ = inputs(batch=1, dtype=torch.float64)
@@ -109,6 +130,8 @@ def test_wrong_arguments():
     x_inp, _, _ = inputs()
     with pytest.raises(TypeError, match="layer must be a VectorRouting or GeneralRouting, got Linear"):
         stability.probe(nn.Linear(2, 2), x_inp)
+    with pytest.raises(TypeError, match=r"x_inp must be a floating-point tensor .*, got list"):
+        stability.probe(make("auto"), [1])
     with pytest.raises(ValueError, match="n_steps must be a positive int, got 0"):
         stability.probe(make("auto"), x_inp, n_steps=0)
     with pytest.raises(ValueError, match="n_draws must be a positive int, got 0"):

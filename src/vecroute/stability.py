@@ -41,11 +41,12 @@ def probe(
         ValueError, TypeError: an argument of the wrong shape or type.
     """
     check_size("n_steps", n_steps)
-    x, y = _one_iteration(layer, x_inp.detach(), input_mask, pair_mask)  # [..., j, h] each
+    x, y = _one_iteration(layer, x_inp, input_mask, pair_mask)  # [..., j, h] each
     growth, v = [], torch.randn_like(y)  # [..., j, h]
     for _ in range(n_steps):
         length = _norm(v)[..., None, None]  # [..., 1, 1]
-        (v,) = torch.autograd.grad(y, x, v / length.where(length > 0, 1.0), retain_graph=True)
+        v = v / length.where(length > 0, 1.0)  # [..., j, h]
+        (v,) = torch.autograd.grad(y, x, v, retain_graph=True)
         growth.append(_norm(v))  # [...]
     radius = torch.stack(growth[n_steps // 2 :], -1).log().mean(-1).exp()  # [...]
 
@@ -89,7 +90,8 @@ def _one_iteration(layer, x_inp: Tensor, input_mask, pair_mask) -> tuple[Tensor,
     with torch.no_grad():
         x = layer.state(x_inp, input_mask, pair_mask)  # [..., j, h]
     x = x.requires_grad_()  # [..., j, h]
-    return x, layer.update(x_inp, x, input_mask, pair_mask)
+    # A U that does not depend on the state has a J too, of zeros.
+    return x, layer.update(x_inp, x, input_mask, pair_mask) + 0 * x
 
 
 def _norm(x: Tensor) -> Tensor:

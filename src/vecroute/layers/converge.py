@@ -10,6 +10,7 @@ stored.
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from vecroute.ops.common import compute_dtype, without_autocast
 
 WINDOW = 5  # states that Anderson's method combines
 WARM_UP = 10  # steps before it does: far from a fixed point it may run to another one than the loop does
+INSIDE = ("vecroute", "torch")  # packages whose lines a warning does not point to
 
 Update = Callable[[Tensor], Tensor]
 
@@ -43,6 +45,10 @@ class Converge:
     Each sample of a batch stops by itself, also where the residual is down to rounding (10 units in the last
     place) and falls no more. ``layer.convergence`` says how the last call went. Where ``tol`` is not reached
     there is a warning, and the state with the smallest residual is used.
+
+    Residuals are those of x; the layer gives U(x), and phi of that iteration, for only so is x_out exactly
+    sum_i phi_ij V_ij. Near a stable fixed point one more iteration brings it nearer; where J has an eigenvalue
+    beyond 1 in size, the residual of U(x) may be greater than tol by that factor.
 
     Raises:
         ValueError, TypeError: an argument of the wrong value or type.
@@ -64,7 +70,7 @@ class Converge:
 
 
 class Convergence(NamedTuple):
-    """How a call of a layer with ``Converge`` went, sample by sample."""
+    """How a call of a layer with ``Converge`` went, sample by sample: of x, where the layer gives U(x)."""
 
     steps: Tensor  # [...] updates of the state, the first iteration aside
     residuals: Tensor  # [..., steps of the slowest sample] after each of them; the last one stays
@@ -102,11 +108,11 @@ def fixed_point(
     with torch.no_grad():
         x, convergence = solve(update, x.detach(), options)
     if not (ok := convergence.converged).all():
-        worst = convergence.residuals[..., -1].max()
+        worst = convergence.residuals.amin(-1).max()  # of the states that are used
         warnings.warn(
             f"routing did not converge: {int((~ok).sum())} of {ok.numel()} samples have a residual above "
             f"tol={options.tol} after {options.max_iters} steps, the greatest is {worst:.1e}",
-            stacklevel=4,
+            stacklevel=_callers_level(),
         )
     if not torch.is_grad_enabled():
         return x, convergence
@@ -118,11 +124,19 @@ def fixed_point(
     return _Implicit.apply(y, x, pull, options), convergence
 
 
+def _callers_level() -> int:
+    """The stacklevel of the first frame that is neither of this package nor of PyTorch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in INSIDE:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _pull_by_autograd(update: Update, x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """(x, u) -> J^T u at this x, from the graph of an iteration of its own."""
     leaf = x.detach().requires_grad_()  # [..., j, h]
     y = update(leaf)  # [..., j, h]
-    return lambda x, u: torch.autograd.grad(y, leaf, u, retain_graph=True)[0]
+    return lambda x, u: torch.autograd.grad(y, leaf, u, retain_graph=True, materialize_grads=True)[0]
 
 
 class _Implicit(torch.autograd.Function):
@@ -178,7 +192,8 @@ def solve(
         if not linear and lost.any():
             raise ValueError(
                 f"x_out became NaN or infinite in step {step} of {options}, in {int(lost.sum())} of "
-                f"{lost.numel()} samples: look for NaN or very large numbers in x_inp and in the parameters"
+                f"{lost.numel()} samples: look for NaN or very large numbers in x_inp, x_init and the "
+                "parameters"
             )
         # A sample that stopped keeps its residual, and so its best state, while others go on.
         residual = residual.where(active, residuals[..., step - 2])  # [...]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vecroute.layers.common import ANY_LENGTH, Routed, reset_betas
 from vecroute.layers.converge import Converge, Convergence, check_n_iters, fixed_point, not_compiled
-from vecroute.ops.checks import check_choice, check_masks, check_size, check_vectors
+from vecroute.ops.checks import check_batch, check_choice, check_masks, check_size, check_vectors
 from vecroute.ops.common import Iteration, compute_dtype, masked_softmax, used_pairs
 
 
@@ -165,6 +165,9 @@ class GeneralRouting(nn.Module):
         step = self._step(x_inp, input_mask, pair_mask, x_init, trace)
         n_iters, x_out = self.n_iters, x_init  # [..., j, h]
         if isinstance(n_iters, Converge):
+            if x_init is not None:
+                # Each sample has a state of its own, also where they start from the same.
+                x_out = x_init.expand(*x_inp.shape[:-2], *x_init.shape[-2:])  # [..., j, h]
             return not_compiled(self._converge)(n_iters, step, x_out)
         for _ in range(n_iters):
             last = step(x_out)
@@ -200,6 +203,7 @@ class GeneralRouting(nn.Module):
         beta_use, beta_ign = self._beta("use", x_inp, ij), self._beta("ign", x_inp, ij)  # [..., i, j] each
         if x_init is not None:
             check_vectors("x_init", x_init, n=self.n_out, d=V.shape[-1], like=x_inp, letters="n_out, d_out")
+            check_batch("x_init", x_init, x_inp)
         f_a_inp = torch.sigmoid(a_inp.to(compute_dtype(a_inp.dtype)))[..., None]  # [..., i, 1]
         if use is not None:
             f_a_inp = f_a_inp.where(use, 0.0)  # [..., i, j]

@@ -53,6 +53,17 @@ def check_vectors(
         raise ValueError(f"{name} must be {expected} with at least one vector, got {shape}")
 
 
+def check_batch(name: str, x: Tensor, x_inp: Tensor) -> None:
+    """Raise unless the batch of x [..., n, d] can be broadcast to that of x_inp."""
+    batch, lead = x_inp.shape[:-2], x.shape[:-2]
+    fits = all(m in (1, b) for m, b in zip(reversed(lead), reversed(batch), strict=False))
+    if len(lead) > len(batch) or not fits:
+        raise ValueError(
+            f"{name} must have leading dimensions broadcastable to those of x_inp, {list(batch)}, "
+            f"got {list(x.shape)}"
+        )
+
+
 def check_float_tensor(name: str, x: object, expected: str, like: Tensor | None) -> Tensor:
     """Return x if it is a floating-point tensor of the dtype (autocast aside) and device of ``like``."""
     if not isinstance(x, Tensor):
