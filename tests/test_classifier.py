@@ -355,6 +355,12 @@ def test_it_comes_back_from_a_folder(fitted, saved):
     assert fitted.encoder_.weights_sha256 in card
 
 
+def test_a_head_that_is_made_otherwise_now_is_told(saved, monkeypatch):
+    monkeypatch.setitem(vr.heads.HEADS, "routing", lambda **options: vr.RoutingHead(**options, n_hid=3))
+    with pytest.raises(ValueError, match="the head in .*model, saved by vecroute .*, is not the one that"):
+        vr.RoutingClassifier.from_pretrained(saved)
+
+
 def test_options_of_the_encoder_come_back_too(tiny, tmp_path):
     options = {"depths": [0, -1], "stride": 4, "max_length": 20, "special_tokens": False}
     first = vr.RoutingClassifier(tiny, max_epochs=1, head="paper", head_options={"n_hid": 4}, **options)

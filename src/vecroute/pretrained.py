@@ -102,7 +102,13 @@ def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, v
                 f"{name} is {found}, expected {origin[name]}"
             )
     classifier.head_ = classifier._new_head(classifier.encoder_, len(classifier.classes_))
-    classifier.head_.load_state_dict(weights)
+    try:
+        classifier.head_.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the head in {folder}, saved by vecroute {config['vecroute']}, is not the one that "
+            f"{version('vecroute')} makes with its options ({str(error).splitlines()[-1].strip()})"
+        ) from error
     classifier.head_.to(target).eval()
     return classifier
 
