@@ -26,6 +26,7 @@ from vecroute.ops.common import compute_dtype, without_autocast
 
 WINDOW = 5  # states that Anderson's method combines
 WARM_UP = 10  # steps before it does: far from a fixed point it may run to another one than the loop does
+GROWTH = 10  # of the residual, at which it has failed
 INSIDE = ("vecroute", "torch")  # packages whose lines a warning does not point to
 
 Update = Callable[[Tensor], Tensor]
@@ -39,7 +40,8 @@ class Converge:
         tol: the residual at which a sample stops.
         max_iters: updates at most, after the first iteration from the flat prior.
         solver: "anderson" (Anderson's acceleration: the next state is the combination of the last five that
-            makes the residual least) or "iterate" (the loop as it is).
+            makes the residual least; where that fails, back to the loop for a while) or "iterate" (the loop
+            as it is).
         stop: the residual is |U(x) - x|, "absolute", or that divided by |U(x)|, "relative".
 
     Each sample of a batch stops by itself, also where the residual is down to rounding (10 units in the last
@@ -47,8 +49,8 @@ class Converge:
     there is a warning, and the state with the smallest residual is used.
 
     Residuals are those of x; the layer gives U(x), and phi of that iteration, for only so is x_out exactly
-    sum_i phi_ij V_ij. Near a stable fixed point one more iteration brings it nearer; where J has an eigenvalue
-    beyond 1 in size, the residual of U(x) may be greater than tol by that factor.
+    sum_i phi_ij V_ij. Near a stable fixed point that is nearer still; where J has an eigenvalue beyond 1 in
+    size, the residual of U(x) may be greater than that of x by such a factor.
 
     Raises:
         ValueError, TypeError: an argument of the wrong value or type.
@@ -181,7 +183,7 @@ def solve(
     converged = ~active  # [...]
     steps = torch.zeros_like(active, dtype=torch.long)  # [...]
     residuals = least[..., None].repeat_interleave(options.max_iters, -1)  # [..., t]
-    history: list[tuple[Tensor, Tensor]] = []
+    anderson = _Anderson(x, least, linear) if options.solver == "anderson" else None
     rounding = 10 * torch.finfo(x.dtype).eps
     for step in range(1, options.max_iters + 1):
         y = update(x)  # [..., j, h]
@@ -207,11 +209,7 @@ def solve(
         active = ~converged & residual.isfinite()  # [...]
         if not active.any():
             break
-        if options.solver == "anderson":
-            history = [*history[1 - WINDOW :], (x, y)]
-            if linear or step > WARM_UP:
-                y = _anderson(history).to(y.dtype)  # [..., j, h]
-        x = y
+        x = y if anderson is None else anderson.next_state(x, y, residual)  # [..., j, h]
     return best, Convergence(steps, residuals[..., :step].clone(), converged)
 
 
@@ -219,10 +217,49 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=(-2, -1), dtype=compute_dtype(x.dtype))  # [...]
 
 
-def _anderson(history: list[tuple[Tensor, Tensor]]) -> Tensor:
+class _Anderson:
+    """Plain steps, then combined ones; a sample where those fail goes back and takes twice as many plain.
+
+    So it goes on along the loop, and settles where that does.
+    """
+
+    def __init__(self, x: Tensor, least: Tensor, linear: bool):
+        self.linear = linear  # then there is nowhere to go astray
+        self.history: list[tuple[Tensor, Tensor]] = []
+        self.plain = x  # [..., j, h], the last state that plain steps led to
+        self.least = least  # [...] residual since the sample went back
+        self.age = torch.zeros_like(least, dtype=torch.long)  # [...] steps since then
+        self.n_plain = self.age + (0 if linear else WARM_UP)  # [...] how many of them are plain
+
+    def next_state(self, x: Tensor, y: Tensor, residual: Tensor) -> Tensor:
+        """The state [..., j, h] after x, of which the iteration made y."""
+        self.history = [*self.history[1 - WINDOW :], (x, y)]
+        self.age = self.age + 1  # [...]
+        if not self.linear:
+            y = self._guard(y, residual)  # [..., j, h]
+        combine = self.age > self.n_plain  # [...]
+        if not combine.any():
+            return y
+        return _combination(self.history, self.age).to(y.dtype).where(combine[..., None, None], y)
+
+    def _guard(self, y: Tensor, residual: Tensor) -> Tensor:
+        """y [..., j, h], or the last plain state where combined ones have failed."""
+        self.plain = y.where((self.age <= self.n_plain)[..., None, None], self.plain)  # [..., j, h]
+        self.least = self.least.minimum(residual)  # [...]
+        failed = (self.age > self.n_plain + 1) & (residual > GROWTH * self.least)  # [...]
+        self.least = self.least.where(~failed, math.inf)  # [...]
+        self.age = self.age.where(~failed, 0)  # [...]
+        self.n_plain = self.n_plain.where(~failed, 2 * self.n_plain)  # [...]
+        return self.plain.where(failed[..., None, None], y)
+
+
+def _combination(history: list[tuple[Tensor, Tensor]], age: Tensor) -> Tensor:
     """The next state: sum_k alpha_k y_k, where alpha, of sum 1, makes |sum_k alpha_k (y_k - x_k)| least.
 
     The errors are scaled to unit length first, for they differ by orders of magnitude.
+
+    Args:
+        age: [...] how many of the last states count.
     """
     dtype = compute_dtype(history[-1][1].dtype)
     with without_autocast(history[-1][1]):
@@ -230,6 +267,8 @@ def _anderson(history: list[tuple[Tensor, Tensor]]) -> Tensor:
         xs, ys = (torch.stack(states, -3).to(dtype).flatten(-2) for states in zip(*history, strict=True))
         errors = ys - xs  # [..., k, n]
         length = torch.linalg.vector_norm(errors, dim=-1).clamp(min=torch.finfo(dtype).tiny)  # [..., k]
+        back = torch.arange(len(history), 0, -1, device=ys.device)  # [k]
+        length = length.where(back <= age.clamp(min=1)[..., None], math.inf)  # [..., k], of weight 0
         unit = errors / length[..., None]  # [..., k, n]
         # Where errors are all but parallel the least change is taken.
         ridge = torch.eye(len(history), dtype=dtype, device=ys.device) * 10 * torch.finfo(dtype).eps  # [k, k]
