@@ -357,7 +357,7 @@ def test_it_comes_back_from_a_folder(fitted, saved):
 
 def test_a_head_that_is_made_otherwise_now_is_told(saved, monkeypatch):
     monkeypatch.setitem(vr.heads.HEADS, "routing", lambda **options: vr.RoutingHead(**options, n_hid=3))
-    with pytest.raises(ValueError, match="the head in .*model, saved by vecroute .*, is not the one that"):
+    with pytest.raises(ValueError, match=r"the head in .*model, saved by vecroute .*, is not the one that"):
         vr.RoutingClassifier.from_pretrained(saved)
 
 
@@ -558,7 +558,7 @@ def test_minilm_learns_from_forty_sentences():
     blame = ["was awful", "bored me to death", "is a disaster", "falls apart"]
     texts = [f"{film} {words} ." for film in films for words in praise + blame]
     y = ["good" if any(text.endswith(f"{words} .") for words in praise) else "bad" for text in texts]
-    classifier = vr.RoutingClassifier(max_epochs=12).fit(texts, y)
+    classifier = vr.RoutingClassifier().fit(texts, y)
     assert (classifier.predict(["an enchanting movie", "a terrible waste of time"]) == ["good", "bad"]).all()
     why = classifier.explain("an enchanting movie").aggregate("word")
     assert re.search("enchanting", why.top(3, "good")[0].piece + why.top(3, "good")[1].piece)

@@ -28,7 +28,9 @@ from vecroute.storage import load_tensors, save_tensors
 
 logger = logging.getLogger(__name__)
 
-FEWEST_EPOCHS, MOST_EPOCHS, STEPS = 3, 20, 1000  # where the number of epochs is left to us
+# Where the number of epochs is left to us: about 1000 steps, in 3 to 20 epochs; of very little data up to 60.
+STEPS, FEWEST_EPOCHS, MOST_EPOCHS = 1000, 3, 20
+FEWEST_STEPS, MOST_EPOCHS_OF_FEW = 150, 60
 WARM_UP = 0.1  # of all steps, with a learning rate that rises from 0; then it falls to 0 along a cosine
 AVERAGED_STEPS = 100  # the weights that are validated and kept are a running mean over about so many steps
 CLIP_NORM = 1.0
@@ -43,7 +45,7 @@ class Recipe:
     """How a head is trained.
 
     Args:
-        max_epochs: None for as many as make about 1000 steps, from 3 to 20.
+        max_epochs: None for as many as make about 1000 steps, from 3 to 20, or up to 60 for 150 steps.
         batch_size: samples per step and process.
         lr, weight_decay: of AdamW.
         drop_inputs: share of the input vectors that each step leaves out, never all of a sample.
@@ -105,6 +107,12 @@ class Task(NamedTuple):
         if self.multi_label:
             return ((scores > 0) == (targets > 0.5)).all(-1).float()
         return (scores.argmax(-1) == targets.argmax(-1)).float()
+
+
+def epochs_for(steps: int) -> int:
+    """How many epochs of so many steps to train for."""
+    usual = min(max(round(STEPS / steps), FEWEST_EPOCHS), MOST_EPOCHS)
+    return max(usual, min(math.ceil(FEWEST_STEPS / steps), MOST_EPOCHS_OF_FEW))
 
 
 @dataclass
@@ -181,8 +189,7 @@ class Trainer:
         self.progress = Progress()
         batches = math.ceil(len(task.train) / recipe.batch_size)
         self.steps = math.ceil(batches / self.world)  # in an epoch
-        wanted = round(STEPS / self.steps)
-        self.epochs = recipe.max_epochs or min(max(wanted, FEWEST_EPOCHS), MOST_EPOCHS)
+        self.epochs = recipe.max_epochs or epochs_for(self.steps)
         self.saved_at = time.monotonic()
         if checkpoint is not None and checkpoint.exists():
             self.load()
