@@ -14,15 +14,14 @@ from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-u
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 from torch import Tensor
 
-from vecroute.contribution import contributions
 from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key
 from vecroute.encoders.loading import takes_images
 from vecroute.encoders.text import TextEncoder
 from vecroute.encoders.vision import VisionEncoder
-from vecroute.explain import Explanation
 from vecroute.explain.image import explain_image
+from vecroute.explain.text import explain_text
 from vecroute.heads import RoutingHead, make_head
-from vecroute.images import Picture, check_images, is_image
+from vecroute.images import check_images, is_image
 from vecroute.labels import check_label_sets, check_labels, check_texts, class_weights, split
 from vecroute.progress import progress_bar
 from vecroute.training import Recipe, Task, make_accelerator, train
@@ -45,7 +44,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             ``VisionEncoder``.
         revision: of the encoder on the hub.
         depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
-        head: "routing" or "paper".
+        head: "routing", "wide" or "paper", or a baseline without explanations; see ``vecroute.heads``.
         head_options: for the head, see ``vecroute.RoutingHead``.
         max_epochs, batch_size, lr, weight_decay, drop_inputs, drop_features, mixup, label_smoothing,
             patience, mixed_precision, shard_inputs: see ``vecroute.training.Recipe``.
@@ -63,7 +62,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
     Attributes:
         classes_: the labels, in the order of the columns of ``predict_proba``.
         head_: the trained head.
-        encoder_: the ``TextEncoder``.
+        encoder_: the ``TextEncoder`` or ``VisionEncoder``.
         history_: loss and validation of each epoch.
         validation_accuracy_: of the weights that were kept, None without validation.
     """
@@ -219,7 +218,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         check_is_fitted(self)
         if not isinstance(self.head_, RoutingHead):
             raise ValueError(f"explain needs head='routing', 'wide' or 'paper', got head={self.head!r}")
-        images = isinstance(self._ready()[0], VisionEncoder)
+        encoder, head = self._ready()
+        images = isinstance(encoder, VisionEncoder)
         single = is_image(X) if images else isinstance(X, str)
         texts: Any = (check_images if images else check_texts)([X] if single else X)
         known = self.classes_.tolist()
@@ -227,12 +227,12 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         for label in asked:
             if label not in known:
                 raise ValueError(f"classes must be some of {known}, got {label!r}")
-        outputs = [known.index(label) for label in asked]
-        if images:
-            many = classes is None and len(known) > N_EXPLAINED
-            explained = [self._explain_image(picture, None if many else outputs) for picture in texts]
-        else:
-            explained = [self._explain(text, outputs) for text in texts]
+        outputs, explained = [known.index(label) for label in asked], []
+        for text in texts:
+            if images and classes is None and len(known) > N_EXPLAINED:
+                outputs = self._scores([text])[0].topk(N_EXPLAINED).indices.tolist()
+            names = [str(known[j]) for j in outputs]
+            explained.append((explain_image if images else explain_text)(encoder, head, text, outputs, names))
         return explained[0] if single else explained
 
     def save_pretrained(
@@ -361,46 +361,6 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
                 scores[batch.which] = found_now.float()
             found.append(scores.cpu())
         return torch.cat(found).double()
-
-    def _explain_image(self, picture: Picture, outputs: list[int] | None) -> Explanation:
-        encoder, head = self._ready()
-        if outputs is None:
-            outputs = self._scores([picture])[0].topk(N_EXPLAINED).indices.tolist()
-        names = [str(self.classes_[j]) for j in outputs]
-        return explain_image(encoder, head, picture, outputs, names)
-
-    def _explain(self, text: str, outputs: list[int]) -> Explanation:
-        encoder, head = self._ready()
-        (tokenized,) = encoder.tokenize([text])
-        (hidden,) = encoder.encode([text])
-        hidden = hidden.clone().to(next(head.parameters()).device, torch.float32)  # [n_pos, depth, d_emb]
-        shape = (*hidden.shape[:2], len(outputs))
-        x_inp, _ = head.flatten(hidden)  # [i, d]
-        parts = [contributions(head.network, x_inp, output=j) for j in outputs]
-        values = torch.stack([part.values for part in parts], -1)  # [i, n]
-        with torch.no_grad():
-            credit = head.route(hidden).phi.unit_variance()
-            phi = torch.stack([credit.column(j) for j in outputs], -1)  # [i, n]
-        tokens = tokenized.tokens()
-        spans = list(zip(tokens.start, tokens.end, strict=True))
-        names = encoder.tokenizer.convert_ids_to_tokens(tokens.ids)
-        pieces = [
-            name if special else text[start:end]
-            for name, special, (start, end) in zip(names, tokens.special, spans, strict=True)
-        ]
-        return Explanation(
-            values=values.reshape(shape),
-            phi=phi.reshape(shape),
-            base_values=torch.stack([part.base for part in parts]),
-            scores=torch.stack([part.output for part in parts]),
-            output_names=[str(self.classes_[j]) for j in outputs],
-            text=text,
-            offsets=spans,
-            pieces=pieces,
-            special=tokens.special,
-            chunk=tokens.chunk,
-            depths=encoder.depths,
-        )
 
 
 @functools.lru_cache(maxsize=2)

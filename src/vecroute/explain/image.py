@@ -6,12 +6,12 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vecroute.contribution import contributions
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.aggregate import by_depth
 from vecroute.explain.explanation import ARRAYS, Explanation, as_array
+from vecroute.explain.hidden import explain_hidden
 from vecroute.images import Picture
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.storage import load_tensors, require, save_tensors, write_file
@@ -290,8 +290,6 @@ def explain_image(
     """
     image = picture.open()
     (hidden,) = encoder.encode([picture])
-    like = next(head.parameters())
-    hidden = hidden.clone().to(like.device, torch.float32)  # [n_pos, depth, d_emb]
     values, phi, base, scores = explain_hidden(head, hidden, outputs)
     patches = encoder.patches(image.size, picture.name)
     n_special = sum(patches.special)
@@ -313,18 +311,3 @@ def explain_image(
         tiles=tiles,
         cells=np.arange(n_special, encoder.n_pos).reshape(patches.grid),
     )
-
-
-def explain_hidden(
-    head: Any, hidden: Tensor, outputs: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Contributions, credit [n_pos, depth, n], base and scores [n] of hidden states [n_pos, depth, d_emb]."""
-    shape = (*hidden.shape[:2], len(outputs))
-    x_inp, _ = head.flatten(hidden)  # [i, d]
-    parts = [contributions(head.network, x_inp, output=j) for j in outputs]
-    values = torch.stack([part.values for part in parts], -1)  # [i, n]
-    with torch.no_grad():
-        credit = head.route(hidden).phi.unit_variance()
-        phi = torch.stack([credit.column(j) for j in outputs], -1)  # [i, n]
-    base, scores = (torch.stack([getattr(part, name) for part in parts]) for name in ("base", "output"))
-    return values.reshape(shape), phi.reshape(shape), base, scores
