@@ -1,6 +1,7 @@
 """What every test shares: a seed, hypothesis profiles, and memory that shows when nobody wrote to it."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -47,3 +48,11 @@ def ranks():
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Run a command in this process, as if it had been typed."""
+    from typed import run_typed
+
+    return partial(run_typed, monkeypatch, capfd)

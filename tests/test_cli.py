@@ -9,23 +9,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 import pytest
 from safetensors.torch import load_file
 from test_classifier import LABELS, LONG, TEXTS
 from tiny_models import save_tiny
+from typed import Done
 
 import vecroute as vr
 from vecroute import demo, training
 from vecroute.cli import main
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,21 +28,6 @@ def cache_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VECROUTE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
-
-
-@pytest.fixture
-def run(monkeypatch, capfd):
-    """Run a command in this process, as if it had been typed."""
-
-    def typed(*arguments, stdin=b""):
-        monkeypatch.setattr(sys, "argv", ["vecroute", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(ended.value.code, *capfd.readouterr())
-
-    return typed
 
 
 # Forks a process for each command it reads, with files in place of the terminal.

@@ -1,10 +1,7 @@
 """RoutingClassifier on images, and the command line with folders of them."""
 
-import io
 import json
 import logging
-import sys
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ from tiny_models import save_tiny
 from tiny_vision import save_tiny_vision
 
 import vecroute as vr
-from vecroute.cli import main
 from vecroute.encoders import TextEncoder, VisionEncoder
 from vecroute.explain.image import ImageExplanation
 from vecroute.images import image_files
@@ -144,27 +140,6 @@ def photos(tmp_path_factory):
         image.save(folder / label / f"{k}.png")
     (folder / "red" / "notes.txt").write_text("none")
     return folder
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(monkeypatch, capfd):
-    """Run a command in this process, as if it had been typed."""
-
-    def typed(*arguments, stdin=b""):
-        monkeypatch.setattr(sys, "argv", ["vecroute", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(ended.value.code, *capfd.readouterr())
-
-    return typed
 
 
 def test_the_command_line_fits_a_folder(run, photos, vit, tmp_path, monkeypatch):

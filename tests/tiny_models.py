@@ -78,14 +78,18 @@ def save_tiny(folder: Path, kind: str = "bert", seed: int = 0, **options) -> str
     if kind != "distilbert":
         heads = {"num_attention_heads": 2, "num_hidden_layers": 2}
     config = config_class(vocab_size=len(tokenizer), **narrow, **heads, **sizes, **options)
+    save_random(folder, config, seed)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def save_random(folder: Path, config: transformers.PretrainedConfig, seed: int) -> None:
+    """Save a model with random weights as large as trained ones, so that every hidden state is its own."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModel.from_config(config)
-        # Random weights as large as trained ones, so that every token and depth has its own hidden state.
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.3)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)

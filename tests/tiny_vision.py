@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
+from tiny_models import save_random
 
 SIZES = {
     "hidden_size": 16,
@@ -46,15 +46,7 @@ KINDS: dict[str, tuple[Any, str, dict, int]] = {
 def save_tiny_vision(folder: Path, kind: str = "vit", seed: int = 0, **processor_options) -> str:
     """Build a tiny model of the kind, save it with its image processor, and return the folder."""
     config, processor, options, _ = KINDS[kind]
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = transformers.AutoModel.from_config(config)
-        # Random weights as large as trained ones, so that every patch and depth has its own hidden state.
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.3)
-    transformers.utils.logging.disable_progress_bar()
-    model.save_pretrained(folder)
+    save_random(folder, config, seed)
     processor_class = getattr(transformers, f"{processor}ImageProcessorPil")
     processor_class(**{**options, **processor_options}).save_pretrained(folder)
     return str(folder)
