@@ -19,8 +19,8 @@ from torch import Tensor
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import (
     accumulate,
-    accumulate_sum,
-    accumulate_sums,
+    accumulate_over_inputs,
+    add_sum,
     linear,
     operand_dtype,
     product,
@@ -94,8 +94,8 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         dot = None if x_hat_S is None else product(p, x, x_hat_S[chunk.samples].mT)  # [b, i, j]
         phi = p.pairs.coefficients(p, chunk, c, dot, f_a_inp[chunk.batch, chunk.rows])  # [b, i, j]
         fresh = p.offsets is None and chunk.rows.start == 0
-        accumulate_sums(p, y[chunk.samples], phi.mT, x, fresh)  # [b, j, d]
-        accumulate_sum(p, s[chunk.samples], phi, fresh)  # [b, j]
+        accumulate_over_inputs(p, y[chunk.samples], phi.mT, x, fresh)  # [b, j, d]
+        add_sum(p, s[chunk.samples], phi, fresh)  # [b, j]
         if phi_out is not None:
             phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
@@ -158,9 +158,9 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
             if first:
                 pairs[..., n_both + c.shape[-1] + 1 :] = 0
                 torch.div(grad_a, p.sqrt_n_inp[chunk.samples], out=pairs[..., n_both + c.shape[-1]])  # [b, i]
-            accumulate_sum(p, sums[chunk.samples], pairs[..., n_out:])
+            add_sum(p, sums[chunk.samples], pairs[..., n_out:])
         if grad_M.shape[1]:
-            accumulate_sums(p, grad_M[chunk.samples], pairs[..., n_out:].mT, x)  # [b, q - j, d]
+            accumulate_over_inputs(p, grad_M[chunk.samples], pairs[..., n_out:].mT, x)  # [b, q - j, d]
         if first and not p.variable:
             p.pairs.inputs_backward(p, chunk, x, all_pairs, all_M[chunk.samples], grad_a, into, grads)
         elif into.grad_x is not None and (first or not into.waits):

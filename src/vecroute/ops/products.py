@@ -45,11 +45,11 @@ def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = Fals
     if has_kernel(p, a, out):
         multiply_rows(out, a, b, fresh)
     else:
-        accumulate_sums(p, out, a, b, fresh)
+        accumulate_over_inputs(p, out, a, b, fresh)
 
 
-def accumulate_sums(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """The same for few rows of a, each of them as long as there are inputs."""
+def accumulate_over_inputs(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
+    """The same where the product is itself a sum over inputs: few rows of a, as long as there are inputs."""
     if operand_dtype(p) == out.dtype == p.dtype:
         out.baddbmm_(a.to(p.dtype), b.to(p.dtype), beta=0 if fresh else 1)
     else:
@@ -64,7 +64,7 @@ def add(out: Tensor, value: Tensor, fresh: bool) -> None:
         out += value
 
 
-def accumulate_sum(p: Problem, out: Tensor, values: Tensor, fresh: bool = False) -> None:
+def add_sum(p: Problem, out: Tensor, values: Tensor, fresh: bool = False) -> None:
     """out [b, k] += the sum over i of values [b, i, k], in place, or = if fresh."""
     if values.is_cuda and len(values) == 1 and values.shape[1] >= 2**13:
         # A product with ones is twice as fast as a sum of so many rows.
