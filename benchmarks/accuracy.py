@@ -1,4 +1,4 @@
-"""How accurate are the heads on frozen MiniLM? ``python benchmarks/accuracy.py --data DATA --device cuda``.
+"""How accurate are the heads on frozen encoders? ``python benchmarks/accuracy.py --data DATA --device cuda``.
 
 The hidden states of all depths are computed once. For every task and every head the same budget: 20
 configurations, each trained once, for a short time, and judged on the dev set; then the best one is trained
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from corpora import Packed
-from stacked import Recipe, Stack, Training, as_vectors
+from stacked import Recipe, Stack, Training, as_means, as_vectors
 
-from vecroute.encoders import TextEncoder
+from vecroute.encoders import TextEncoder, VisionEncoder
 
 SEEDS = 5
 ROUTING = {"implementation": "reference"}  # which can be stacked
@@ -39,23 +39,32 @@ SHAPES: dict[str, tuple[str, list[tuple[dict[str, Any], float]]]] = {
     "mean of all": ("mean_all", [({}, 0.0), ({"d_mlp": 384}, 0.3)]),
     "mean of last": ("mean_last", [({}, 0.0), ({"d_mlp": 384}, 0.3)]),
     "CLS": ("cls", [({}, 0.0), ({"d_mlp": 384}, 0.0)]),
+    "linear, mean of all": ("mean_all", [({}, 0.0)]),
+    "linear, mean of last": ("mean_last", [({}, 0.0)]),
 }
+LINEAR = ("linear, mean of all", "linear, mean of last")  # of one shape, with twenty recipes
+ON_IMAGES = ("routing, wide", "routing, default", "probe", "probe, MLPs", *LINEAR)
 BY_DEPTH = ("scalar mix", "mean of all", "mean of last", "CLS")  # heads to which depths are not alike
 RECIPES = [
     Recipe(lr=lr, weight_decay=decay, label_smoothing=smoothing)
     for lr in (5e-4, 1e-3, 2e-3)
     for decay, smoothing in ((0.05, 0.0), (0.05, 0.1), (0.5, 0.1))
 ] + [Recipe(lr=3e-3, weight_decay=0.5, label_smoothing=0.1)]
+# Linear probes have one shape alone, and learn at higher rates too, for longer.
+LINEAR_RECIPES = [replace(recipe, lr=10 * recipe.lr) for recipe in RECIPES]
+LINEAR_EPOCHS = 4
 # The search makes do with less.
 SEARCH = {
     "sst2": Training(epochs=2, batch_size=256),
     "sst5": Training(epochs=1, batch_size=256),
     "imdb": Training(epochs=1, batch_size=128, most=192),
+    "cifar10": Training(epochs=2, batch_size=256, most=192),
 }
 FINAL = {
     "sst2": Training(epochs=3, batch_size=256),
     "sst5": Training(epochs=2, batch_size=256),
     "imdb": Training(epochs=3, batch_size=128, most=192),
+    "cifar10": Training(epochs=5, batch_size=256, most=192),
 }
 
 
@@ -86,7 +95,9 @@ class Done:
 
 
 def run_job(job: Job, splits: dict[str, Packed]) -> Done:
-    if job.label not in BY_DEPTH:
+    if job.label in LINEAR:
+        splits = as_means(splits)
+    elif job.label not in BY_DEPTH:
         splits = {name: as_vectors(data) for name, data in splits.items()}
     train = splits["train"]
     depth, d_emb = train.hidden.shape[1:]
@@ -158,13 +169,20 @@ def search_jobs(task: str, labels: list[str], recipes: list[Recipe], n_shapes: i
     jobs = []
     for label in labels:
         name, shapes = SHAPES[label]
+        own = recipes + LINEAR_RECIPES[: len(recipes)] if label in LINEAR else recipes
         for k, (options, drop) in enumerate(shapes[:n_shapes]):
-            seeded = [replace(recipe, seed=k * len(recipes) + n) for n, recipe in enumerate(recipes)]
-            jobs.append(Job(task, label, name, options, seeded, replace(SEARCH[task], drop=drop)))
+            seeded = [replace(recipe, seed=k * len(own) + n) for n, recipe in enumerate(own)]
+            jobs.append(Job(task, label, name, options, seeded, training_of(SEARCH[task], label, drop)))
     return jobs
 
 
-def final_jobs(found: list[dict[str, Any]], jobs: list[Job]) -> list[Job]:
+def training_of(training: Training, label: str, drop: float) -> Training:
+    """The training of a head, out of SEARCH or FINAL."""
+    epochs = training.epochs * (LINEAR_EPOCHS if label in LINEAR else 1)
+    return replace(training, epochs=epochs, drop=drop)
+
+
+def final_jobs(found: list[dict[str, Any]], jobs: list[Job], seeds: int = SEEDS) -> list[Job]:
     """The best configuration of every head on the dev set, with as many seeds as there are."""
     finals = []
     for label in dict.fromkeys(row["head"] for row in found):
@@ -172,8 +190,8 @@ def final_jobs(found: list[dict[str, Any]], jobs: list[Job]) -> list[Job]:
             (row for row in found if row["head"] == label), key=lambda row: (row["dev"], -row["dev_nll"])
         )
         job = next(j for j in jobs if j.label == label and all(best[k] == v for k, v in described(j).items()))
-        recipes = [Recipe(**json.loads(best["recipe"]), seed=100 + seed) for seed in range(SEEDS)]
-        training = replace(FINAL[job.task], drop=job.training.drop)
+        recipes = [Recipe(**json.loads(best["recipe"]), seed=100 + seed) for seed in range(seeds)]
+        training = training_of(FINAL[job.task], label, job.training.drop)
         finals.append(Job(job.task, label, job.name, job.options, recipes, training, test=True))
     return finals
 
@@ -200,7 +218,16 @@ def rows_of(done: Done, splits: dict[str, Packed]) -> Iterator[dict[str, Any]]:
                 label = np.array(splits[split].label.tolist())  # [n]
                 row[split] = float((p[k].argmax(-1) == label).mean())
                 row[f"{split}_nll"] = float(-np.log(p[k][range(len(label)), label].clip(1e-4)).mean())
+                if split == "test":
+                    row["test_top5"] = top_5(p[k], label)
         yield row
+
+
+def top_5(p: np.ndarray, label: np.ndarray) -> float | None:
+    """How often the label [n] is among the five most probable classes by p [n, n_cls], if there are more."""
+    if p.shape[-1] <= 5:
+        return None
+    return float((p.argsort(-1)[:, -5:] == label[:, None]).any(-1).mean())
 
 
 def differences(task: str, finals: list[Done], label: np.ndarray, n: int = 2000) -> list[dict[str, Any]]:
@@ -222,8 +249,10 @@ def differences(task: str, finals: list[Done], label: np.ndarray, n: int = 2000)
 
 def load_splits(task: str, names: list[str], options: Any) -> dict[str, Packed]:
     """The hidden states of a task, of token ids that an earlier run left in --tokens if they are there."""
+    if task in corpora.IMAGES:
+        return load_images(names, options)
     encoder = TextEncoder(
-        options.encoder,
+        options.encoder or "minilm",
         device=options.device,
         dtype=torch.float16 if common.is_cuda(options.device) else None,
     )
@@ -235,6 +264,22 @@ def load_splits(task: str, names: list[str], options: Any) -> dict[str, Packed]:
         splits[name] = corpora.encode(
             encoder, chunks, labels, 65_536 if common.is_cuda(options.device) else 4096
         )
+    return splits
+
+
+def load_images(names: list[str], options: Any) -> dict[str, Packed]:
+    """The hidden states of CIFAR-10."""
+    if options.data is None:
+        raise SystemExit("--data must name the folder of the images")
+    on_gpu = common.is_cuda(options.device)
+    dtype = torch.float16 if on_gpu else torch.float32
+    encoder = VisionEncoder(options.encoder or "vit-cifar10", device=options.device, dtype=dtype)
+    splits = {}
+    for name in names:
+        pixels, labels = corpora.images(name, options.data)
+        if options.limit:
+            pixels, labels = pixels[: options.limit], labels[: options.limit]
+        splits[name] = corpora.encode_images(encoder, pixels, labels, 1000 if on_gpu else 50)
     return splits
 
 
@@ -259,27 +304,37 @@ def plot(results: Path) -> None:
     figure.savefig(results / "accuracy.png", dpi=150)
 
 
-def run_task(task: str, options: Any, recipes: list[Recipe]) -> None:
+def save(done: Done, folder: Path) -> None:
+    """Keep the weights of a routing head, of three seeds: TASK.npz of the wide one, TASK-default.npz."""
+    name = {"routing, wide": done.job.task, "routing, default": f"{done.job.task}-default"}
+    if done.job.label in name:
+        folder.mkdir(parents=True, exist_ok=True)
+        np.savez(folder / f"{name[done.job.label]}.npz", **{k: p[:3] for k, p in done.weights.items()})
+
+
+def run_task(task: str, options: Any, recipes: list[Recipe], seeds: int) -> None:
     """Search, choose on the dev set, train with several seeds, test."""
     about, started = common.about(options.device), time.perf_counter()
     splits = load_splits(task, ["train", "dev", "test"], options)
-    print(f"{time.perf_counter() - started:6.1f} s  {task}: {len(splits['train'])} texts", flush=True)
+    print(f"{time.perf_counter() - started:6.1f} s  {task}: {len(splits['train'])} samples", flush=True)
     found, finals = [], []
+    labels = options.heads or (
+        ON_IMAGES if task in corpora.IMAGES else [k for k in SHAPES if k not in LINEAR]
+    )
     with Workers(splits, options.workers) as workers:
-        jobs = search_jobs(task, options.heads, recipes, options.shapes)
+        jobs = search_jobs(task, labels, recipes, options.shapes)
         for done in workers.run(jobs):
             rows = [row | about for row in rows_of(done, splits)]
             common.append(options.results / "accuracy_search.csv", rows)
             found += rows
-        for done in workers.run(final_jobs(found, jobs)):
+        for done in workers.run(final_jobs(found, jobs, seeds)):
             rows = [row | about for row in rows_of(done, splits)]
             common.append(options.results / "accuracy.csv", rows)
             finals.append(done)
             test = [100 * row["test"] for row in rows]
             print(f"{task} {done.job.label}: test {np.mean(test):.2f} ({np.std(test):.2f})", flush=True)
-            if options.save and done.job.label == "routing, wide":
-                options.save.mkdir(parents=True, exist_ok=True)
-                np.savez(options.save / f"{task}.npz", **{k: p[:3] for k, p in done.weights.items()})
+            if options.save:
+                save(done, options.save)
     if told := differences(task, finals, np.array(splits["test"].label.tolist())):
         common.append(options.results / "accuracy_differences.csv", [row | about for row in told])
     print(f"{time.perf_counter() - started:6.1f} s  {task}: done", flush=True)
@@ -287,24 +342,25 @@ def run_task(task: str, options: Any, recipes: list[Recipe]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--data", type=Path, help="folder of the texts")
+    parser.add_argument("--data", type=Path, help="folder of the texts and images")
     parser.add_argument("--tokens", type=Path, help="folder to keep token ids in")
-    parser.add_argument("--encoder", default="minilm")
+    parser.add_argument("--encoder", help="minilm for texts, vit-cifar10 for images, if none is named")
     parser.add_argument("--tasks", nargs="+", choices=corpora.TASKS, default=list(corpora.TASKS))
-    parser.add_argument("--heads", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--heads", nargs="+", choices=SHAPES, help="all, or those made for images")
     parser.add_argument("--shapes", type=int, default=2, help="search so many shapes of each head only")
     parser.add_argument("--workers", type=int, default=3, help="processes that train at a time")
-    parser.add_argument("--limit", type=int, help="use so many texts of each split only")
+    parser.add_argument("--limit", type=int, help="use so many samples of each split only")
     parser.add_argument("--save", type=Path, help="folder for the weights of routing, of three seeds")
     parser.add_argument("--plot", action="store_true", help="only make the figure from the rows")
     options = parser.parse_args(arguments)
     if options.plot:
         return plot(options.results)
-    recipes = RECIPES
+    recipes, seeds = RECIPES, SEEDS
     if options.short:
-        options.limit, options.workers, recipes = options.limit or 100, 1, RECIPES[:2]
+        options.limit, options.workers, options.shapes = options.limit or 100, 1, 1
+        recipes, seeds = RECIPES[:2], 1
     for task in options.tasks:
-        run_task(task, options, recipes)
+        run_task(task, options, recipes, seeds)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""The texts of the benchmarks of accuracy and faithfulness, and their hidden states.
+"""The texts and images of the benchmarks of accuracy and faithfulness, and their hidden states.
 
 They are not part of this repository. ``--data`` names a folder with
 
 - ``sst/train.txt dev.txt test.txt``: the Stanford Sentiment Treebank, a tree in brackets on each line;
-- ``imdb/train.csv.gz test.csv.gz``: the IMDB reviews, columns text and label.
+- ``imdb/train.csv.gz test.csv.gz``: the IMDB reviews, columns text and label;
+- CIFAR-10, anywhere below it, as scripts/cifar10.py reads it.
 """
 
 import csv
 import gzip
 import random
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecroute.encoders import TextEncoder
+from vecroute.encoders import TextEncoder, VisionEncoder
 from vecroute.encoders.text import length_batches
 
-TASKS = {"sst2": 2, "sst5": 5, "imdb": 2}  # and their numbers of classes
-IMDB_DEV = 2500  # reviews of the training set that are kept out of it, to choose on
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+import cifar10
+
+TASKS = {"sst2": 2, "sst5": 5, "imdb": 2, "cifar10": 10}  # and their numbers of classes
+IMAGES = ("cifar10",)  # the tasks on images
+IMDB_DEV, CIFAR_DEV = 2500, 5000  # of the training set, that are kept out of it, to choose on
 ESCAPED = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "``": '"', "''": '"'}
 
 Labelled = tuple[list[str], list[int]]
@@ -96,12 +102,13 @@ def tokenize(encoder: TextEncoder, texts: Sequence[str]) -> Chunks:
 
 
 class Packed(NamedTuple):
-    """The hidden states of texts, one after the other."""
+    """The hidden states of texts or images, one after the other."""
 
     hidden: Tensor  # [total, depth, d_emb], float16
     start: Tensor  # [n] first position of each text
     length: Tensor  # [n] its number of positions
     label: Tensor  # [n]
+    special: int = 0  # how many positions come before the patches of an image
 
     def __len__(self) -> int:
         return len(self.start)
@@ -159,3 +166,51 @@ def some(chunks: Chunks, labels: list[int], n: int) -> tuple[Chunks, list[int]]:
     kept = (chunks.text % step == 0) & (chunks.text < n * step)  # [n_chunks]
     ids = chunks.ids[kept.repeat_interleave(chunks.lengths.long())]  # [total]
     return Chunks(ids, chunks.lengths[kept], chunks.text[kept] // step), labels[::step][:n]
+
+
+def images(split: str, data: Path) -> tuple[Tensor, Tensor]:
+    """The images of CIFAR-10, uint8 [n, 3, 32, 32], and their labels [n].
+
+    Those to choose on are drawn from the training set once and for all.
+    """
+    pixels, labels = cifar10.read(data, train=split != "test")
+    if labels is None:
+        raise SystemExit(f"{data} has no labels of CIFAR-10")
+    if split == "test":
+        return pixels, labels
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # [n]
+    n_dev = min(CIFAR_DEV, len(labels) // 10)
+    chosen = order[:n_dev] if split == "dev" else order[n_dev:]
+    return pixels[chosen], labels[chosen]
+
+
+def pixel_values(encoder: VisionEncoder, pixels: Tensor) -> Tensor:
+    """What the image processor makes of images uint8 [b, 3, height, width] that need no resizing."""
+    if tuple(pixels.shape[-2:]) != encoder.image_size:
+        raise SystemExit(f"the encoder must take images {list(pixels.shape[-2:])}, not {encoder.image_size}")
+    about = encoder.processor.to_dict()
+    mean, std = (
+        torch.tensor(about[name], device=encoder.device)[:, None, None]
+        for name in ("image_mean", "image_std")
+    )  # [3, 1, 1] each
+    return (pixels.to(encoder.device).float() * about["rescale_factor"] - mean) / std
+
+
+def image_states(encoder: VisionEncoder, pixel_values: Tensor) -> Tensor:
+    """All hidden states [b, n_pos, depth, d_emb], with a graph where pixel_values [b, 3, ...] have one."""
+    pixel_values = pixel_values.to(encoder.dtype)
+    states = encoder.model(pixel_values=pixel_values, output_hidden_states=True).hidden_states
+    return torch.stack([states[k] for k in encoder.depths], 2)
+
+
+@torch.no_grad()
+def encode_images(encoder: VisionEncoder, pixels: Tensor, labels: Tensor, batch_size: int) -> Packed:
+    """All hidden states of all images, on the device of the encoder."""
+    n, n_pos = len(pixels), encoder.n_pos
+    shape = (n, n_pos, encoder.depth, encoder.d_emb)
+    hidden = torch.empty(shape, dtype=torch.float16, device=encoder.device)  # [n, n_pos, depth, d_emb]
+    for part, into in zip(pixels.split(batch_size), hidden.split(batch_size), strict=True):
+        into.copy_(image_states(encoder, pixel_values(encoder, part)))
+    start = torch.arange(n, device=encoder.device) * n_pos  # [n]
+    length = torch.full_like(start, n_pos)  # [n]
+    return Packed(hidden.flatten(0, 1), start, length, labels.to(encoder.device), encoder.n_special)

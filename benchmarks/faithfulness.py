@@ -93,22 +93,20 @@ def plot(summary: pandas.DataFrame, results: Path) -> None:
     figure, axes = plt.subplots(len(tasks), 2, figsize=(10, 3.4 * len(tasks)), squeeze=False)
     for line, task in zip(axes, tasks, strict=True):
         for axis, name in zip(line, shown, strict=True):
-            own = summary[(summary.task == task) & (summary.measure == name)].iloc[::-1]
-            colors = ["tab:red" if m.startswith("contributions") else "tab:blue" for m in own.method]
-            axis.barh(own.method, own["mean"], color=colors, alpha=0.7)
-            axis.errorbar(
-                own["mean"],
-                own.method,
-                xerr=[own["mean"] - own.low, own.high - own["mean"]],
-                fmt="none",
-                color="black",
-                capsize=2,
-            )
+            bars(axis, summary[(summary.task == task) & (summary.measure == name)].iloc[::-1])
             axis.set_xlabel(f"{name}, {'more' if name == shown[0] else 'less'} is better")
             axis.set_title(task)
             axis.tick_params(axis="y", labelleft=axis is line[0])
     figure.tight_layout()
     figure.savefig(results / "faithfulness.png", dpi=150)
+
+
+def bars(axis: Any, own: pandas.DataFrame) -> None:
+    """A bar for the mean of each method, with its interval."""
+    colors = ["tab:red" if method.startswith("contributions") else "tab:blue" for method in own.method]
+    axis.barh(own.method, own["mean"], color=colors, alpha=0.7)
+    away = [own["mean"] - own.low, own.high - own["mean"]]
+    axis.errorbar(own["mean"], own.method, xerr=away, fmt="none", color="black", capsize=2)
 
 
 def main(arguments: list[str] | None = None) -> None:

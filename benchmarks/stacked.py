@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
 from vecroute.heads import make_head
+from vecroute.heads.pooling import masked_mean
 
 CAPTURE = True  # steps on a GPU
 BETAS, EPS, CLIP_NORM, WARM_UP = (0.9, 0.999), 1e-8, 1.0, 0.1
@@ -273,3 +274,27 @@ def as_vectors(data: Packed) -> Packed:
     depth = data.hidden.shape[1]
     hidden = data.hidden.flatten(0, 1)[:, None]  # [total depth, 1, d_emb]
     return Packed(hidden, data.start * depth, data.length * depth, data.label)
+
+
+def as_means(splits: dict[str, Packed]) -> dict[str, Packed]:
+    """The mean over the positions, of images over the patches alone, as the only position of each sample.
+
+    For linear probes: hidden states are normalised first, and each feature of the means is scaled to mean 0
+    and variance 1 on the training set.
+    """
+    found = {name: torch.cat(list(means(data))) for name, data in splits.items()}  # [n, depth, d_emb] each
+    mean, std = found["train"].mean(0), found["train"].std(0) + 1e-6  # [depth, d_emb] each
+    scaled = {}
+    for name, x in found.items():
+        one = torch.ones_like(splits[name].start)  # [n]
+        scaled[name] = Packed(((x - mean) / std).half(), one.cumsum(0) - 1, one, splits[name].label)
+    return scaled
+
+
+def means(data: Packed, batch_size: int = 500) -> Iterator[Tensor]:
+    """The mean over the positions of some samples after others, [b, depth, d_emb] each."""
+    for which in torch.arange(len(data), device=data.start.device).split(batch_size):
+        hidden, mask = (t[0] for t in gather(data, which[None]))  # [b, n, depth, d_emb], [b, n]
+        mask[:, : data.special] = False
+        normalized = torch.nn.functional.layer_norm(hidden, hidden.shape[-1:])  # [b, n, depth, d_emb]
+        yield masked_mean(normalized, mask[..., None].expand(hidden.shape[:-1]))

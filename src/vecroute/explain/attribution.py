@@ -199,20 +199,24 @@ def repeated(layout: Layout, n: int) -> Layout:
 
 def by_rollout(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
     """Attention rollout: the mean over the rows of (attention + identity) / 2 through all layers."""
-    model = reader.encoder.model
+    rolled = rollout(reader.encoder.model, layout.ids, layout.attended.long())  # [c, n, n]
+    weight = layout.attended[..., None].float() / layout.attended.sum(-1)[:, None, None]  # [c, n, 1]
+    return Attribution((rolled * weight).sum(1).flatten()[layout.rows])
+
+
+@torch.no_grad()
+def rollout(model: Any, *inputs: Tensor) -> Tensor:
+    """The product over all layers of (attention + identity) / 2 for some inputs of a model, [c, n, n]."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        with torch.no_grad():
-            found = model(layout.ids, layout.attended.long(), output_attentions=True).attentions
+        found = model(*inputs, output_attentions=True).attentions  # [c, heads, n, n] each
     finally:
         model.set_attn_implementation(before)
-    rollout = torch.eye(layout.ids.shape[1], device=layout.ids.device)  # [n, n]
+    rolled = torch.eye(found[0].shape[-1], device=found[0].device)  # [n, n]
     for attention in found:
-        layer = attention.float().mean(1)  # [c, n, n]
-        rollout = (layer @ rollout + rollout) / 2  # [c, n, n]
-    weight = layout.attended[..., None].float() / layout.attended.sum(-1)[:, None, None]  # [c, n, 1]
-    return Attribution((rollout * weight).sum(1).flatten()[layout.rows])
+        rolled = (attention.float().mean(1) @ rolled + rolled) / 2  # [c, n, n]
+    return rolled
 
 
 def by_shap(max_evals: int = 500) -> Method:

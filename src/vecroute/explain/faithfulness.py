@@ -239,18 +239,21 @@ def agreement(readers: Sequence[Reader], texts: Sequence[str], method: Method) -
     return found
 
 
-def summarize(rows: Sequence[dict[str, Any]], n: int = 2000, seed: int = 0) -> list[dict[str, Any]]:
+def summarize(
+    rows: Sequence[dict[str, Any]], n: int = 2000, seed: int = 0, measures: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     """Mean and 95 % interval of every measure for each method, by bootstrap over the texts.
 
     Args:
         rows: what ``measure`` gave.
         n: number of samples of the bootstrap.
         seed: of these.
+        measures: names of columns, None for what ``measure`` measures.
     """
     summary = []
     for method in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == method]
-        for name in filter(is_measure, own[0]):
+        for name in measures or filter(is_measure, own[0]):
             values = np.array([row[name] for row in own], dtype=float)  # [n_texts], NaN for None
             values = values[~np.isnan(values)]
             if not len(values):
