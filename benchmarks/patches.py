@@ -210,7 +210,7 @@ def load(options: Any) -> tuple[Viewer, Tensor, Tensor, Tensor]:
     encoder = VisionEncoder(options.encoder, device=options.device, dtype=torch.float32)
     stacked = np.load(options.weights / WEIGHTS[options.head])
     sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": corpora.TASKS["cifar10"]}
-    head = make_head(options.head, seed=0, **sizes)
+    head = make_head(options.head, seed=0, implementation=options.implementation, **sizes)
     head.load_state_dict({name: torch.tensor(stacked[name][0]).float() for name in stacked})
     pixels, labels = corpora.images("test", options.data)
     drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[: options.images]
@@ -261,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="folder of CIFAR-10")
     parser.add_argument("--weights", type=Path, help="folder of the heads")
     parser.add_argument("--head", choices=WEIGHTS, default="wide")
+    parser.add_argument("--implementation", default="auto", help="of the routings")
     parser.add_argument("--encoder", default="vit-cifar10")
     parser.add_argument("--images", type=int, default=500, help="how many")
     parser.add_argument("--step", type=int, default=2, help="patches that go, or come, at a time")
