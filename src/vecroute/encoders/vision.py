@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vecroute.encoders.loading import (
     default_dtype,
+    find,
     load_image_processor,
     load_model,
     pick_device,
@@ -45,8 +46,8 @@ class VisionEncoder:
     row.
 
     Args:
-        model: a name on the Hugging Face hub, a folder, or a loaded model (frozen in place). Of a model of
-            texts and images the part for images is used.
+        model: "vit-cifar10", a name on the Hugging Face hub, a folder, or a loaded model (frozen in place).
+            Of a model of texts and images the part for images is used.
         processor: a loaded image processor, None for the one that comes with the model.
         depths: which hidden states to give, 0 for the embeddings, negative from the end; None for all.
         special_tokens: whether the special tokens are routed too, as in the paper.
@@ -73,14 +74,15 @@ class VisionEncoder:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
-        self.name = str(model)
+        self.name = source = str(model)
         if isinstance(model, nn.Module):
-            self.name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+            self.name = source = str(getattr(model, "name_or_path", "") or type(model).__name__)
             self.model = model
             device, dtype = device or self.model.device, dtype or self.model.dtype
         else:
-            self.model = load_model(self.name, self.name, revision)
-        self.processor = processor or load_image_processor(self.name, revision)
+            source = find(self.name)
+            self.model = load_model(self.name, source, revision)
+        self.processor = processor or load_image_processor(source, revision)
         self.revision: str | None = getattr(self.model.config, "_commit_hash", None) or revision
         self.model = getattr(self.model, "vision_model", self.model)
         self.weights_sha256 = weights_sha256(self.model)
