@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -122,6 +123,7 @@ def test_the_kind_is_that_of_the_encoder(vit, tmp_path):
     assert not vr.RoutingClassifier(bert)._of_images()
     assert not vr.RoutingClassifier(TextEncoder(bert))._of_images()
     assert not vr.RoutingClassifier("minilm")._of_images()
+    assert vr.RoutingClassifier("vit-cifar10")._of_images()
     with pytest.raises(ValueError, match="X must be a list of images, got none"):
         vr.RoutingClassifier(vit).fit([], [])
     with pytest.raises(TypeError, match="X must be a list of texts, row 0 is"):
@@ -159,8 +161,12 @@ def model(fitted, tmp_path_factory):
     return folder
 
 
-def test_the_command_line_measures_and_predicts(run, model, photos):
+def test_the_command_line_measures_and_predicts(run, model, photos, tmp_path):
     assert json.loads(run("evaluate", model, photos, "--json").out)["accuracy"] == 1.0
+    done = run("evaluate", model, photos, "--html", tmp_path / "report.html")
+    assert done.code == 0, done.err
+    assert re.search(r"^images +40$", done.out, re.MULTILINE)
+    assert "<h1><bdi>model on photos</bdi></h1>" in (tmp_path / "report.html").read_text()
     rows = [json.loads(line) for line in run("predict", model, photos / "blue", "--rows", 7).out.splitlines()]
     assert len(rows) == 20
     assert all(row["label"] == "blue" and row["text"].endswith(".png") for row in rows)
@@ -190,8 +196,6 @@ def test_the_command_line_explains_an_image(run, model, photos, tmp_path):
         ("explain MODEL none.png", "none.png cannot be read: No such file"),
         ("explain MODEL PHOTOS/red/0.png --by word", "unit must be one of"),
         ("predict MODEL VIT/config.json", "classifies images: give a folder of them, got"),
-        ("evaluate MODEL PHOTOS --html x.html", "--html is for texts"),
-        ("serve MODEL --port 0", "classifies images, the page takes texts"),
         ("fit PHOTOS --out m", "name a vision Transformer with --encoder, minilm takes texts"),
         ("fit PHOTOS/red --encoder VIT --out m", "two classes or more, got no images in them"),
     ],

@@ -10,13 +10,14 @@ from sklearn.metrics import (  # type: ignore[import-untyped]
 )
 
 BINS = 15  # of confidence, for the calibration error
+TOP = 5  # how often the label is among so many, where there are more classes
 
 
 def evaluate(truth: Sequence[Any], classes: Sequence[Any], probabilities: np.ndarray) -> dict[str, Any]:
-    """Measures of the predictions for texts whose labels are known, of JSON types.
+    """Measures of the predictions for samples whose labels are known, of JSON types.
 
     Args:
-        truth: the label of each text; labels are compared as strings, as files have them.
+        truth: the label of each sample; labels are compared as strings, as files have them.
         classes: the label of each column of the probabilities.
         probabilities: [n, n_cls].
     """
@@ -32,8 +33,11 @@ def evaluate(truth: Sequence[Any], classes: Sequence[Any], probabilities: np.nda
         name: dict(zip(columns, [*map(float, row[:3]), int(row[3])], strict=True))
         for name, row in zip(every, zip(*scores, strict=True), strict=True)
     }
+    top = np.argsort(-probabilities, 1, kind="stable")[:, :TOP]  # [n, TOP]
+    among = [label in {names[j] for j in row} for label, row in zip(truth, top, strict=True)]
     return {
         "accuracy": float(right.mean()),
+        **({"top5_accuracy": float(np.mean(among))} if len(names) > TOP else {}),
         "macro_f1": float(np.mean([per_class[name]["f1"] for name in every])),
         "n": len(truth),
         "calibration_error": calibration_error(probabilities.max(1), right),
@@ -56,16 +60,18 @@ def confidence_bins(confidence: np.ndarray, right: np.ndarray) -> list[tuple[flo
     return [(float(confidence[m].mean()), float(right[m].mean()), int(m.sum())) for m in members]
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any], samples: str = "texts") -> None:
     """Print what ``evaluate`` measured as tables."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    for name, key in (("accuracy", "accuracy"), ("macro F1", "macro_f1"), ("calibration error",) * 2):
-        console.print(f"{name:18}{result[key.replace(' ', '_')]:.4f}", highlight=False)
-    console.print(f"{'texts':18}{result['n']}\n", highlight=False)
-    table = Table("class", "precision", "recall", "F1", "texts", box=None)
+    for key in ("accuracy", "top5_accuracy", "macro_f1", "calibration_error"):
+        if key in result:
+            name = {"top5_accuracy": "top-5 accuracy", "macro_f1": "macro F1"}.get(key, key.replace("_", " "))
+            console.print(f"{name:18}{result[key]:.4f}", highlight=False)
+    console.print(f"{samples:18}{result['n']}\n", highlight=False)
+    table = Table("class", "precision", "recall", "F1", samples, box=None)
     for name, row in result["per_class"].items():
         table.add_row(name, *(f"{row[key]:.4f}" for key in ("precision", "recall", "f1")), str(row["n"]))
     console.print(table)

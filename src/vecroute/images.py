@@ -1,6 +1,7 @@
 """Images as people have them: files, PIL images, arrays, folders by class; checked, upright, in RGB."""
 
 import hashlib
+import io
 import logging
 import os
 import warnings
@@ -31,25 +32,27 @@ SUFFIXES = {
     ".jp2",
     ".avif",
 }
+# What may be in a file, whatever it is called; Pillow would run other programs for some other formats.
+FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
 N_NAMED = 5  # files named in a message
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image: a file that is read when it is needed, or pixels. Two are equal if they hold the same."""
+    """An image: a file, decoded when it is needed, or pixels. Two are equal if they hold the same."""
 
     key: str  # sha256 of the file or the pixels
     name: str = field(compare=False)  # what messages call it
-    source: Any = field(compare=False, repr=False)  # Path, or a PIL image in RGB
+    source: Any = field(compare=False, repr=False)  # Path or bytes of a file, or a PIL image in RGB
 
     @classmethod
     def of(cls, source: Any, name: str = "image") -> "Picture":
-        """A picture of a path, PIL image, array or tensor.
+        """A picture of a path, bytes, PIL image, array or tensor.
 
         Args:
-            source: a path; a PIL image; an array [height, width], [height, width, 1, 3 or 4]; a tensor
-                [height, width] or [1, 3 or 4, height, width]. Numbers are uint8, uint16, bool, or floats
-                from 0 to 1.
+            source: a path; the bytes of a file; a PIL image; an array [height, width], [height, width, 1, 3
+                or 4]; a tensor [height, width] or [1, 3 or 4, height, width]. Numbers are uint8, uint16,
+                bool, or floats from 0 to 1.
             name: what messages call it, where it is no file.
 
         Raises:
@@ -57,12 +60,14 @@ class Picture:
         """
         if isinstance(source, Picture):
             return source
-        if isinstance(source, str | Path):
-            path = Path(source)
-            data = file_bytes(path)
-            with opened(path, str(path)):
+        if isinstance(source, str | Path | bytes):
+            file, name = (source, name) if isinstance(source, bytes) else (Path(source), str(source))
+            data = file if isinstance(file, bytes) else file_bytes(file)
+            if not data:
+                raise ValueError(f"{name} is empty: it has 0 bytes")
+            with opened(file, name):
                 pass
-            return cls(hashlib.sha256(b"file" + data).hexdigest(), str(path), path)
+            return cls(hashlib.sha256(b"file" + data).hexdigest(), name, file)
         if isinstance(source, require("PIL.Image", "images").Image):
             image = decoded(source, name)
         elif isinstance(source, np.ndarray | Tensor):
@@ -72,13 +77,21 @@ class Picture:
         digest = hashlib.sha256(f"pixels {image.size}".encode() + image.tobytes())
         return cls(digest.hexdigest(), name, image)
 
+    @property
+    def n_pixels(self) -> int:
+        """How many pixels it has, by the header of its file."""
+        if not isinstance(self.source, Path | bytes):
+            return self.source.width * self.source.height
+        with opened(self.source, self.name) as image:
+            return image.width * image.height
+
     def open(self) -> Any:
         """The image in RGB, upright, as a PIL image.
 
         Raises:
             ValueError: the file is damaged.
         """
-        if not isinstance(self.source, Path):
+        if not isinstance(self.source, Path | bytes):
             return self.source
         with opened(self.source, self.name) as image:
             return decoded(image, self.name)
@@ -112,7 +125,7 @@ def check_images(X: Any, name: str = "X") -> list[Picture]:
 def is_image(X: Any) -> bool:
     """Whether it is one image and not several."""
     one_array = isinstance(X, np.ndarray | Tensor) and X.ndim in (2, 3)
-    return one_array or isinstance(X, str | Path | Picture | require("PIL.Image", "images").Image)
+    return one_array or isinstance(X, str | bytes | Path | Picture | require("PIL.Image", "images").Image)
 
 
 def image_files(folder: str | os.PathLike) -> list[Path]:
@@ -183,16 +196,13 @@ def listed(paths: Sequence[Path]) -> str:
 
 def file_bytes(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    if not data:
-        raise ValueError(f"{path} is empty: it has 0 bytes")
-    return data
 
 
-def opened(path: Path, name: str) -> Any:
-    """The image of a file, its header read and its size checked, for a ``with`` statement.
+def opened(file: Path | bytes, name: str) -> Any:
+    """The image of a file or of its bytes, its header read and its size checked, for a ``with`` statement.
 
     Raises:
         ValueError: no image, or one of no or too many pixels.
@@ -201,7 +211,9 @@ def opened(path: Path, name: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pil.DecompressionBombWarning)  # check_size refuses it
-            image = pil.open(path)
+            pil.init()
+            known = [kind for kind in FORMATS if kind in pil.OPEN]  # as Pillow was built
+            image = pil.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=known)
     except pil.DecompressionBombError as error:
         raise ValueError(f"{name} has more than the {MAX_PIXELS:,} pixels that are read") from error
     except FileNotFoundError as error:

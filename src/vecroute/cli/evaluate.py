@@ -34,6 +34,7 @@ def evaluate(
     """Measure a classifier on texts or images whose labels are known."""
     from vecroute.evaluation import evaluate as measure
     from vecroute.evaluation import show
+    from vecroute.explain.image_report import image_report
     from vecroute.explain.report import report
     from vecroute.images import read_folder
     from vecroute.storage import write_file
@@ -46,8 +47,6 @@ def evaluate(
         raise ValueError(f"{model} gives any number of labels, which evaluate does not know how to measure")
     check_kind(classifier, model, data)
     if data.is_dir():
-        if html is not None:
-            raise ValueError("--html is for texts: there is no report on images yet")
         folder = read_folder(data)
         texts, labels = folder.paths, folder.labels
     else:
@@ -59,9 +58,10 @@ def evaluate(
     probabilities = classifier.predict_proba(texts)
     result = measure(labels, classifier.classes_, probabilities)
     if html is not None:
-        page = report(classifier, texts, labels, probabilities, title=f"{model.name} on {data.name}")
+        write = image_report if data.is_dir() else report
+        page = write(classifier, texts, labels, probabilities, title=f"{model.name} on {data.name}")
         write_file(html, page.encode())
     if as_json:
         print(json.dumps(result))
         return
-    show(result)
+    show(result, "images" if data.is_dir() else "texts")

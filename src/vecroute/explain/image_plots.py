@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from vecroute.explain.image import ImageExplanation
 
 KINDS = ("overlay", "map", "compare", "bars")
+SHEET_DEPTHS = 5  # with a map of their own on a sheet
 MOST_OPAQUE = 0.75  # of the strongest patch, so that the image still shows
 
 
@@ -45,6 +47,31 @@ def png(explanation: "ImageExplanation", kind: str = "overlay", dpi: int = 150, 
         figsize=size(explanation, kind, options.get("k", 20)), layout="constrained"
     )
     plot(explanation, kind, ax=figure.subplots(1, columns(kind)), **options)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()
+
+
+def sheet(explanations: Sequence["ImageExplanation"], titles: Sequence[str], dpi: int = 100) -> bytes:
+    """Several images below one another as the bytes of a PNG file.
+
+    Each comes with what its patches add to the highest score, all depths together, then at some depths alone;
+    depths of a line share a scale.
+    """
+    some = np.unique(np.linspace(0, len(explanations[0].depths) - 1, SHEET_DEPTHS).round().astype(int))
+    across, down = 2 + len(some), len(explanations)
+    figure = require("matplotlib.figure", "plot").Figure((1.35 * across, 1.5 * down), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False)
+    for row, (why, title, line) in enumerate(zip(explanations, titles, axes, strict=True)):
+        line[0].imshow(why.image, extent=(0, why.size[0], why.size[1], 0), interpolation="nearest")
+        line[0].set_title(title, parse_math=False, fontsize=7)
+        line[0].set_axis_off()
+        grids = [why.grid(), *(why.grid(level=level) for level in some)]  # [rows, columns] each
+        largest = max(float(abs(grid).max()) for grid in grids[1:]) or 1.0
+        names = ["all depths", *(why.depth_names[level] for level in some)]
+        for k, (ax, grid, name) in enumerate(zip(line[1:], grids, names, strict=True)):
+            draw_overlay(ax, why, grid, largest if k else float(abs(grid).max()) or 1.0)
+            ax.set_title("" if row else name, parse_math=False, fontsize=7)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
@@ -123,6 +150,7 @@ def draw_overlay(ax: Any, explanation: "ImageExplanation", grid: np.ndarray, lar
         patch = rectangle((left, top), right - left, bottom - top, **{"edgecolor": "none", **marked})
         patch.set_facecolor((*colour(UP if value > 0 else DOWN), MOST_OPAQUE * share))
         patch.set_linewidth(0)
+        patch.set_antialiased(False)  # no seams between patches
         ax.add_patch(patch)
     ax.set_axis_off()
 

@@ -34,6 +34,17 @@ class Word(NamedTuple):
     total: float
 
 
+class Measured(NamedTuple):
+    """What a page says of any classifier, and which samples it is about."""
+
+    filled: dict[str, Any]  # for the template
+    names: list[str]  # of the classes
+    best: np.ndarray  # [n] the predicted class of each sample
+    confidence: np.ndarray  # [n]
+    wrong: list[int]  # samples, the most confident first
+    explained: list[int]  # samples that words and depths are of
+
+
 def report(
     classifier: Any, texts: Sequence[str], labels: Sequence[Any], probabilities: np.ndarray, title: str
 ) -> str:
@@ -46,34 +57,44 @@ def report(
         title: of the page.
     """
     texts, truth = list(texts), [str(label) for label in labels]
+    found = measured(classifier, truth, probabilities)
+    names, wrong = found.names, found.wrong[:N_WRONG]
+    chosen = sorted({*found.explained, *wrong})
+    why = dict(zip(chosen, classifier.explain([texts[k] for k in chosen]), strict=True))
+    explained = [why[k] for k in found.explained]
+    filled = {
+        "title": title,
+        "samples": "texts",
+        "wrong": [wrong_case(why[k], truth[k], names[found.best[k]], found.confidence[k]) for k in wrong],
+        # Of two labels, what raises one lowers the other.
+        "words": [word_lists(explained, name) for name in (names[1:] if len(names) == 2 else names)],
+        "fewest_uses": FEWEST_USES,
+        "depths": depth_shares(explained),
+    }
+    return environment().get_template("report.html").render(found.filled | filled | STYLE)
+
+
+def measured(classifier: Any, truth: Sequence[str], probabilities: np.ndarray) -> Measured:
+    """How good a classifier is on samples of these labels, by the probabilities [n, n_cls] it predicts."""
     names = [str(name) for name in classifier.classes_]
-    best = probabilities.argmax(1)  # [n]
-    confidence = probabilities.max(1)  # [n]
+    best, confidence = probabilities.argmax(1), probabilities.max(1)  # [n] each
     right = np.array([names[j] == label for j, label in zip(best, truth, strict=True)])  # [n]
     result = evaluate(truth, names, probabilities)
     wrong: list[int] = sorted(np.flatnonzero(~right).tolist(), key=lambda k: -confidence[k])
-    sample = spread(len(texts), max(BUDGET // len(names), FEWEST_EXPLAINED))
-    chosen = sorted({*sample, *wrong[:N_WRONG]})
-    why = dict(zip(chosen, classifier.explain([texts[k] for k in chosen]), strict=True))
-    explained = [why[k] for k in sample]
+    explained = spread(len(truth), max(BUDGET // len(names), FEWEST_EXPLAINED))
     filled = {
-        "title": title,
         "result": result,
         "accuracy": percent(result["accuracy"]),
+        "top5": percent(result["top5_accuracy"]) if "top5_accuracy" in result else None,
         "calibration_error": percent(result["calibration_error"]),
         "confusion": confusion(result),
         "confused": confused(result) if len(result["labels"]) > MATRIX else [],
         "calibration": calibration(confidence, right),
         "plot": PLOT,
         "n_wrong": len(wrong),
-        "wrong": [wrong_case(why[k], truth[k], names[best[k]], confidence[k]) for k in wrong[:N_WRONG]],
-        "n_explained": len(sample),
-        # Of two labels, what raises one lowers the other.
-        "words": [word_lists(explained, name) for name in (names[1:] if len(names) == 2 else names)],
-        "fewest_uses": FEWEST_USES,
-        "depths": depth_shares(explained),
+        "n_explained": len(explained),
     }
-    return environment().get_template("report.html").render(filled | STYLE)
+    return Measured(filled, names, best, confidence, wrong, explained)
 
 
 def percent(share: float) -> str:
@@ -89,15 +110,19 @@ def wrong_case(why: "Explanation", truth: str, predicted: str, confidence: float
     """Why a text was classified wrongly: what decided for the predicted class and against the right one."""
     other = truth if truth in why.output_names else None  # a label that it was never taught
     margin = why.aggregate("word").margin(predicted, other)
+    case = sample_case(margin, truth, predicted, confidence)
+    return case | {"known": other is not None, "pieces": excerpt(heat(margin, shown(margin)))}
+
+
+def sample_case(margin: "Explanation", truth: str, predicted: str, confidence: float) -> dict[str, Any]:
+    """What is said of a sample: labels, and the account of what decided."""
     numbers = shown(margin)
     lines = account(margin, numbers, 5)
     return {
         "truth": caption(truth),
         "predicted": caption(predicted),
-        "known": other is not None,
         "confidence": percent(confidence),
         "name": caption(margin.output_names[0], 100),
-        "pieces": excerpt(heat(margin, numbers)),
         "lines": [(line.label, numbers.number(line.value, "+"), line.is_sum) for line in lines],
         "score": numbers.number(numbers.score),
     }
@@ -226,7 +251,7 @@ def confused(result: dict[str, Any]) -> list[tuple[str, str, int]]:
 
 
 def calibration(confidence: np.ndarray, right: np.ndarray) -> list[dict[str, Any]]:
-    """For each bin of confidence its texts, mean confidence and accuracy, and a dot in the plot."""
+    """For each bin of confidence its samples, mean confidence and accuracy, and a dot in the plot."""
     bins = confidence_bins(confidence, right)
     most = max(n for _, _, n in bins)
     return [
@@ -236,7 +261,7 @@ def calibration(confidence: np.ndarray, right: np.ndarray) -> list[dict[str, Any
             "n": n,
             "x": round(PLOT * mean, 1),
             "y": round(PLOT * (1 - accuracy), 1),
-            "r": round(2.5 + 6 * (n / most) ** 0.5, 1),  # an area that goes with the number of texts
+            "r": round(2.5 + 6 * (n / most) ** 0.5, 1),  # an area that goes with the number of samples
         }
         for mean, accuracy, n in bins
     ]

@@ -1,0 +1,83 @@
+"""A page about a classifier of images on a data set: how good it is, where it goes wrong and why."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vecroute.explain.html import STYLE, environment
+from vecroute.explain.image_html import data_uri, labels, outline, tiles
+from vecroute.explain.report import N_WRONG, depth_shares, measured, sample_case
+from vecroute.images import check_images
+from vecroute.storage import require
+
+if TYPE_CHECKING:
+    from vecroute.explain.image import ImageExplanation
+
+N_EXAMPLES = 12  # labels with an example
+WIDTH = 208  # of an image on the page
+
+
+def image_report(
+    classifier: Any, images: Sequence[Any], labels: Sequence[Any], probabilities: np.ndarray, title: str
+) -> str:
+    """The page, which needs nothing but itself.
+
+    Args:
+        classifier: a fitted ``RoutingClassifier`` of images, for one label per image.
+        images, labels: what to measure it on.
+        probabilities: [n, n_cls] that it predicts for the images.
+        title: of the page.
+    """
+    pictures, truth = check_images(images, "images"), [str(label) for label in labels]
+    found = measured(classifier, truth, probabilities)
+    known = dict(zip(found.names, classifier.classes_.tolist(), strict=True))
+    first = {label: k for k, label in reversed(list(enumerate(truth)))}
+    every = [name for name in found.names if name in first]
+    examples, wrong = [first[name] for name in every[:N_EXAMPLES]], found.wrong[:N_WRONG]
+    why = {}
+    for k in sorted({*found.explained, *wrong, *examples}):
+        # The predicted class, and the right one, or the next likely where it is right.
+        likely = [found.names[j] for j in np.argsort(-probabilities[k], kind="stable")]
+        other = truth[k] if truth[k] in likely[1:] else likely[1]
+        why[k] = classifier.explain(pictures[k], classes=[known[likely[0]], known[other]])
+
+    def case(k: int, name: str) -> dict[str, Any]:
+        predicted = found.names[found.best[k]]
+        drawn = case_of(why[k], truth[k], predicted, found.confidence[k], f"{name}{k}")
+        return drawn | {"known": truth[k] in known}
+
+    filled = {
+        "title": title,
+        "samples": "images",
+        "n_labels": len(every),
+        "examples": [case(k, "e") for k in examples],
+        "wrong": [case(k, "w") for k in wrong],
+        "depths": depth_shares([why[k][found.names[found.best[k]]] for k in found.explained]),
+    }
+    return environment().get_template("image_report.html").render(found.filled | filled | STYLE)
+
+
+def case_of(
+    why: "ImageExplanation", truth: str, predicted: str, confidence: float, name: str
+) -> dict[str, Any]:
+    """An image and why: what decided for the predicted class, by region and by patch."""
+    margin = why.margin(predicted)
+    rows, grid = margin.aggregate("region"), margin.grid()  # [rows, columns]
+    width, height = why.size
+    return sample_case(rows, truth, predicted, confidence) | {
+        "id": name,
+        "image": data_uri(smaller(why.image)),
+        "size": why.size,
+        "shown": (WIDTH, round(WIDTH * height / width)),
+        "outline": outline(rows),
+        "labels": labels(rows),
+        "tiles": tiles(margin, grid, float(abs(grid).max())),
+    }
+
+
+def smaller(image: np.ndarray) -> np.ndarray:
+    """A copy of an image [height, width, 3] that is no larger than it is shown on a fine screen."""
+    copy = require("PIL.Image", "images").fromarray(image)
+    copy.thumbnail((2 * WIDTH, 2 * WIDTH))
+    return np.asarray(copy)
