@@ -18,7 +18,7 @@ from explanations import HOSTILE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pages import Parser
-from served import served, tiny_classifier, wait_for
+from served import check_sums, served, tiny_classifier, wait_for
 from starlette.testclient import TestClient
 
 from vecroute import serve
@@ -46,21 +46,6 @@ def explained(client, **asked):
     response = client.post("/explain", json={"text": TEXT, **asked})
     assert response.status_code == 200, response.text
     return schemas.Explained.model_validate(response.json(), strict=True).model_dump()
-
-
-def check_sums(answer, rest=0):
-    """What is sent adds up, exactly where it is to be shown; of what is not explained no more is seen."""
-    total = sum(part["value"] for part in answer["parts"]) + answer["base"]
-    assert total == pytest.approx(answer["score"], abs=1e-4)
-    shown = answer["shown"]
-    for sums in (shown, shown["depths"]):
-        assert sum(sums["values"]) + sums["base"] + sums["rest"] == sums["score"]
-    assert abs(shown["rest"]) <= rest
-    assert sum(line["value"] for line in shown["lines"]) == shown["score"]
-    assert [sum(row) for row in shown["by_depth"]] == shown["values"]
-    assert shown["score"] / 10 ** shown["decimals"] == pytest.approx(
-        answer["score"], abs=0.51 / 10 ** shown["decimals"]
-    )
 
 
 # Answers
@@ -346,7 +331,9 @@ def asking(slow, n, **limits):
             for k in range(n)
         ]
         try:
-            for thread in threads:
+            threads[0].start()
+            wait_for(lambda: slow.batches)  # the first is at work before the others come
+            for thread in threads[1:]:
                 thread.start()
             yield client, found
         finally:

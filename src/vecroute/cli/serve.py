@@ -16,21 +16,24 @@ def serve(
     max_batch: Annotated[int, typer.Option(help="Requests answered together.")] = 64,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get 503.")] = 256,
     max_characters: Annotated[int, typer.Option(help="Of a text.")] = 100_000,
+    max_image_bytes: Annotated[int, typer.Option(help="Of an image.")] = 10_000_000,
     seconds: Annotated[float, typer.Option(help="Time limit of a request.")] = 60.0,
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
-    """Serve a web page and a JSON API: predictions and explanations as you type."""
+    """Serve a web page and a JSON API: predictions and explanations as you type, or of images."""
     for package in ("fastapi", "uvicorn"):
         require(package, "serve")
     from vecroute import serve as web
 
     limits = web.Limits(
-        max_characters=max_characters, seconds=seconds, max_batch=max_batch, max_waiting=max_waiting
+        max_characters=max_characters,
+        max_image_bytes=max_image_bytes,
+        seconds=seconds,
+        max_batch=max_batch,
+        max_waiting=max_waiting,
     )
     with web.bind(host, port) as bound:
         classifier = load(model, encoder, device)
-        if hasattr(classifier.encoder_, "grid"):
-            raise ValueError(f"{model} classifies images, the page takes texts")
         page = web.create_app(classifier, name=model.resolve().name, limits=limits, hosts=web.hosts_for(host))
         web.run(page, bound, seconds, lambda: print(f"{model} is at {web.address(bound)}", flush=True))

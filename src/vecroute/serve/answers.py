@@ -1,4 +1,4 @@
-"""What is answered: predictions and explanations of texts, in JSON types, and pages to keep."""
+"""What is answered: predictions and explanations of texts or images, in JSON types, and pages to keep."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -8,57 +8,68 @@ import numpy as np
 
 from vecroute.explain import Explanation
 from vecroute.explain.html import direction, page
+from vecroute.explain.image import ImageExplanation
+from vecroute.explain.image_html import data_uri
+from vecroute.explain.image_html import page as image_page
 from vecroute.explain.shown import Shown, account, pieces, round_to_sum, shown, visible
+from vecroute.images import Picture
 
 N_LINES = 20  # parts with a line of their own in the account of a score
 N_KEPT = 16  # explanations kept, for whoever looks at a text by another unit or depth
 N_SAVED = 3  # classes on a page, those with the highest probabilities
 WEIGHT = 8  # how much more work an explanation is than a prediction
+IMAGE = 1_000  # characters of text that are as much work as a small image
+PIXELS = 640  # of a large image, for each character; so pixels that are decoded at a time are limited too
+
+Sample = str | Picture
+
+
+def work(sample: Sample) -> int:
+    """How much work it is to classify, in characters of text."""
+    return len(sample) if isinstance(sample, str) else max(IMAGE, sample.n_pixels // PIXELS)
 
 
 class Predict(NamedTuple):
-    text: str
+    text: Sample
 
     @property
-    def texts(self) -> list[str]:
+    def texts(self) -> list[Sample]:
         return [self.text]
 
     @property
     def cost(self) -> int:
-        return len(self.text)
+        return work(self.text)
 
 
 class Explain(NamedTuple):
-    text: str
+    text: Sample
     output: str | None = None  # the class, None for the predicted one
     against: str | None = None  # a class to subtract
     margin: bool = False  # whether to subtract the likeliest other class, if none is given
     unit: str = "word"
     depth: int | None = None  # None for all together
+    thumbnail: bool = False  # whether to send a small copy of an image
 
     @property
-    def texts(self) -> list[str]:
+    def texts(self) -> list[Sample]:
         return [self.text]
 
     @property
     def cost(self) -> int:
-        return WEIGHT * len(self.text)
+        return WEIGHT * work(self.text)
 
 
 class Save(NamedTuple):
-    texts: list[str]
+    texts: Sequence[Sample]
     unit: str = "word"
 
     @property
     def cost(self) -> int:
-        return WEIGHT * sum(map(len, self.texts))
+        return WEIGHT * sum(map(work, self.texts))
 
 
 class Answers:
-    """Answers of a fitted ``RoutingClassifier``, from one thread.
-
-    Something other than texts, images say, would be another job here, grouped in ``answer`` by its kind.
-    """
+    """Answers of a fitted ``RoutingClassifier`` of texts or of images, from one thread."""
 
     def __init__(self, classifier: Any):
         self.classifier = classifier
@@ -67,7 +78,7 @@ class Answers:
         self.kept: OrderedDict[tuple, Explanation] = OrderedDict()
 
     def answer(self, jobs: Sequence[Predict | Explain | Save]) -> list[Any]:
-        """The answers to some jobs, whose texts go through the encoder together."""
+        """The answers to some jobs, whose texts or images go through the encoder together."""
         texts = list(dict.fromkeys(text for job in jobs for text in job.texts))
         found = dict(zip(texts, self.classifier.predict_proba(texts).tolist(), strict=True))  # [n_cls] each
         return [self._answer(job, [found[text] for text in job.texts]) for job in jobs]
@@ -93,16 +104,22 @@ class Answers:
             why, against = self._explain(job.text, [output]), None
         else:
             why = self._explain(job.text, [output, against]).margin(output, against)
-        return {"output": output, "against": against} | described(why, job.unit, job.depth)
+        answer = {"output": output, "against": against}
+        if isinstance(why, ImageExplanation):
+            return answer | described_image(why, job.unit, job.depth, job.thumbnail)
+        return answer | described(why, job.unit, job.depth)
 
     def _page(self, job: Save, shares: list[list[float]]) -> str:
-        """One page of all texts, with the classes that are likely for any of them."""
+        """One page of all texts, or of one image, with the classes that are likely for any of them."""
         likely = np.argsort(-np.max(shares, 0), kind="stable")[:N_SAVED]
         names = [self.names[j] for j in likely]
-        return page([self._explain(text, names) for text in job.texts], job.unit)
+        explained = [self._explain(text, names) for text in job.texts]
+        if isinstance(explained[0], ImageExplanation):
+            return image_page(explained[0], job.unit)
+        return page(explained, job.unit)
 
-    def _explain(self, text: str, names: Sequence[Any]) -> Explanation:
-        key = (text, *names)
+    def _explain(self, text: Sample, names: Sequence[Any]) -> Explanation:
+        key = (getattr(text, "key", text), *names)
         if key not in self.kept:
             labels = [self.labels[name] for name in names]
             self.kept[key] = self.classifier.explain(text, classes=labels)
@@ -114,34 +131,57 @@ class Answers:
 
 def described(why: Explanation, unit: str, depth: int | None) -> dict[str, Any]:
     """An explanation of one output in JSON types: its exact numbers, and those to show, which add up."""
-    by_depth = why.aggregate("depth")
-    if depth is not None:
-        why = why.at_depth(depth)
-    rows = why.aggregate(unit)
-    numbers = shown(rows)
+    rows, numbers, answer = accounted(why, unit, depth)
     totals = rows.totals().tolist()
-    return {
+    answer["parts"] = [
+        {"piece": rows.label(i), "start": start, "end": end, "special": special, "value": totals[i]}
+        for i, ((start, end), special) in enumerate(
+            zip(rows.offsets.tolist(), rows.special.tolist(), strict=True)
+        )
+    ]
+    answer["shown"] |= {
+        "by_depth": split(rows, numbers),
+        "segments": [
+            {"text": visible(text), "parts": members, "runs": direction(text)}
+            for text, members in pieces(rows)
+        ],
+    }
+    return answer
+
+
+def described_image(why: ImageExplanation, unit: str, depth: int | None, thumbnail: bool) -> dict[str, Any]:
+    """The same for an image: parts have boxes in its pixels, and each patch says which part it belongs to."""
+    rows, _, answer = accounted(why, unit, depth)
+    parts = zip(rows.pieces, rows.boxes.tolist(), rows.special.tolist(), rows.totals().tolist(), strict=True)
+    cells = zip(why.tiles.reshape(-1, 4).tolist(), rows.cells.ravel().tolist(), strict=True)
+    maps = [why.grid(level=level).tolist() for level in range(len(why.depths))]
+    return answer | {
+        "size": why.size,
+        "grid": list(why.cells.shape),
+        "parts": [dict(zip(("piece", "box", "special", "value"), part, strict=True)) for part in parts],
+        "patches": [{"box": box, "part": part if part >= 0 else None} for box, part in cells],
+        "maps": maps,
+        "image": data_uri(why.image) if thumbnail else None,
+    }
+
+
+def accounted(why: Any, unit: str, depth: int | None) -> tuple[Any, Shown, dict[str, Any]]:
+    """The rows of an explanation, of one depth or of all, what is shown of them, and how they add up."""
+    by_depth = why.aggregate("depth")
+    rows = (why if depth is None else why.at_depth(depth)).aggregate(unit)
+    numbers = shown(rows)
+    answer = {
         "score": float(rows.scores[0]),
         "base": float(rows.base_values[0]),
         "unit": rows.unit,
         "depth": depth,
-        "parts": [
-            {"piece": rows.label(i), "start": start, "end": end, "special": special, "value": totals[i]}
-            for i, ((start, end), special) in enumerate(
-                zip(rows.offsets.tolist(), rows.special.tolist(), strict=True)
-            )
-        ],
         "shown": {
             **numbers._asdict(),
-            "by_depth": split(rows, numbers),
             "depths": shown(by_depth, decimals=numbers.decimals)._asdict() | {"names": by_depth.pieces},
             "lines": [line._asdict() for line in account(rows, numbers, N_LINES)],
-            "segments": [
-                {"text": visible(text), "parts": members, "runs": direction(text)}
-                for text, members in pieces(rows)
-            ],
         },
     }
+    return rows, numbers, answer
 
 
 def split(rows: Explanation, numbers: Shown) -> list[list[int]]:

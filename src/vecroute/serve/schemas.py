@@ -7,6 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field
 # No half of a surrogate pair is a character; pydantic says so by itself.
 Text = Annotated[str, Field(min_length=1, pattern=r"\S", description="Plain text, not empty.")]
 Unit = Literal["token", "word", "sentence", "chunk", "depth"]
+ImageUnit = Literal["patch", "region", "depth"]
+Box = Annotated[
+    list[float], Field(min_length=4, max_length=4, description="Left, top, right, bottom in pixels.")
+]
 
 
 class Asked(BaseModel):
@@ -31,6 +35,20 @@ class ExplainRequest(Asked):
 class SaveRequest(Asked):
     texts: list[Text] = Field(min_length=1, max_length=2)
     unit: Unit = "word"
+
+
+class ImageQuery(Asked):
+    unit: ImageUnit = Field("region", description="What contributions are summed over.")
+
+
+class ImageExplainQuery(ImageQuery):
+    output: str | None = Field(None, description="The class to explain; the predicted one if left out.")
+    against: str | None = Field(None, description="A class to subtract: what decides between the two.")
+    margin: bool = Field(False, description="Subtract the likeliest other class, if no other is given.")
+    depth: int | None = Field(
+        None, description="The contributions of one hidden state alone, 0 for the embeddings; else of all."
+    )
+    thumbnail: bool = Field(False, description="Send a small copy of the image, upright and in RGB.")
 
 
 class Prediction(BaseModel):
@@ -73,12 +91,17 @@ class DepthSums(Sums):
     names: list[str]
 
 
-class Shown(Sums):
+class Account(Sums):
     """Numbers to show, in whole numbers of the last decimal: score = base + sum of values + rest, exactly."""
 
-    by_depth: list[list[int]] = Field(description="The value of each part by depth; these add up to it.")
     depths: DepthSums = Field(description="The same score by depth.")
     lines: list[Line] = Field(description="The parts that count most, then all others: together the score.")
+
+
+class Shown(Account):
+    """The numbers of an ``Account``, those of each depth, and the text that they are of."""
+
+    by_depth: list[list[int]] = Field(description="The value of each part by depth; these add up to it.")
     segments: list[Segment] = Field(description="The text from end to end, control characters written out.")
 
 
@@ -95,6 +118,36 @@ class Explained(Prediction):
     shown: Shown
 
 
+class ImagePart(BaseModel):
+    piece: str = Field(description="Its name, such as row 2, column 5.")
+    box: Box = Field(description="Around all of its patches; zeros where it has none.")
+    special: bool = Field(description="Put there by the encoder, not by the image.")
+    value: float = Field(description="What it adds to the score.")
+
+
+class Patch(BaseModel):
+    box: Box
+    part: int | None = Field(description="Which of the parts it belongs to.")
+
+
+class ImageExplained(Prediction):
+    """score = base + sum of the values of the parts."""
+
+    output: str
+    against: str | None
+    score: float = Field(description="Of the output, less that of the class that it is explained against.")
+    base: float
+    unit: ImageUnit
+    depth: int | None
+    size: list[int] = Field(description="Width and height of the image, upright.")
+    grid: list[int] = Field(description="Rows and columns of patches.")
+    parts: list[ImagePart]
+    patches: list[Patch] = Field(description="Every patch, row by row.")
+    maps: list[list[list[float]]] = Field(description="What patches add at each depth, by row and column.")
+    shown: Account
+    image: str | None = Field(description="The copy that was asked for, as a data: address.")
+
+
 class Health(BaseModel):
     status: Literal["ok"]
     version: str
@@ -102,14 +155,21 @@ class Health(BaseModel):
     capacity: int = Field(description="How many may wait.")
 
 
-class About(BaseModel):
+class Known(BaseModel):
     name: str
     classes: list[str]
     depths: list[str]
     depth_numbers: list[int]
     units: list[str]
     multi_label: bool
+
+
+class About(Known):
     max_characters: int
+
+
+class ImageAbout(Known):
+    max_image_bytes: int
 
 
 class Problem(BaseModel):

@@ -24,12 +24,17 @@ function table(schema) {
   return element("table", {}, element("tbody", {}, ...rows));
 }
 
+/** Parameters as a schema, so that they are shown like one. */
+const parameters = (given) => ({ properties: Object.fromEntries(given.map(({ name, schema, description }) => [name, { ...schema, description }])) });
+
 const content = (body) => Object.entries(body?.content || {})[0] || [];
 
 function route(path, method, operation) {
   const parts = [element("h2", {}, element("code", {}, `${method.toUpperCase()} ${path}`)), element("p", {}, operation.description || "")];
-  const [, asked] = content(operation.requestBody);
-  if (asked) parts.push(element("p", {}, "Takes JSON: ", element("code", {}, type(asked.schema))));
+  const [sent, asked] = content(operation.requestBody);
+  if (asked && sent === "application/json") parts.push(element("p", {}, "Takes JSON: ", element("code", {}, type(asked.schema))));
+  else if (asked) parts.push(element("p", {}, `${operation.requestBody.description} Content-Type: `, element("code", {}, sent)));
+  if (operation.parameters) parts.push(element("p", {}, "In the address:"), table(parameters(operation.parameters)));
   const rows = Object.entries(operation.responses).map(([status, answer]) => {
     const [kind, media] = content(answer);
     const what = media?.schema ? type(media.schema) : kind || "";

@@ -1,10 +1,10 @@
 // The page: asks /explain as you type, and shows what it answers.
 
-import { details, element, largest, show } from "/view.js";
+import { NEXT, download, fill, send } from "/ask.js";
+import { details, largest, show } from "/view.js";
 
 const PAUSE = 250; // milliseconds without a key before it asks
 const UNITS = ["token", "word", "sentence"];
-const NEXT = "\u0000next"; // no class has such a name
 
 const at = (id) => document.getElementById(id);
 const texts = { a: at("text-a"), b: at("text-b") };
@@ -19,21 +19,8 @@ const chosen = (id) => at(id).value || null;
 // Half of a surrogate pair, which a field may hold, is no character.
 const textOf = (key) => texts[key].value.toWellFormed?.() ?? texts[key].value;
 
-async function post(path, body, signal) {
-  const headers = { "Content-Type": "application/json" };
-  for (;;) {
-    const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
-    if (response.ok) return response;
-    const wait = response.headers.get("Retry-After");
-    if (response.status !== 503 || wait === null) {
-      const problem = await response.json().catch(() => ({}));
-      throw new Error(problem.detail || `the server answered ${response.status}`);
-    }
-    say("Many requests wait; trying again …");
-    await new Promise((done) => setTimeout(done, 1000 * Number(wait)));
-    signal?.throwIfAborted();
-  }
-}
+const post = (path, body, signal) =>
+  send(path, "application/json", JSON.stringify(body), { signal, wait: () => say("Many requests wait; trying again …") });
 
 function say(message, wrong = false) {
   at("status").textContent = message;
@@ -104,10 +91,7 @@ async function save() {
   const unit = at("form").elements.unit.value;
   const given = Object.keys(answers).map(textOf);
   try {
-    const file = await (await post("/page", { texts: given, unit })).blob();
-    const link = element("a", { href: URL.createObjectURL(file), download: "explanation.html" });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+    download(await (await post("/page", { texts: given, unit })).blob());
     say("Saved.");
   } catch (error) {
     say(`Not saved: ${error.message}`, true);
@@ -135,16 +119,7 @@ function showTip(event) {
 
 async function start() {
   about = await (await fetch("/model")).json();
-  at("model").textContent = about.name;
-  document.title = `vecroute ${about.name}`;
-  at("against").append(new Option("the next likely class", NEXT, true, true), new Option("nothing", ""));
-  for (const id of ["output", "against"]) at(id).append(...about.classes.map((name) => new Option(name, name)));
-  at("depth").append(...about.depths.map((name, k) => new Option(name, about.depth_numbers[k])));
-  for (const unit of UNITS) {
-    const radio = element("input", { type: "radio", name: "unit", value: unit });
-    radio.checked = unit === "word";
-    at("units").append(element("label", {}, radio, ` ${unit}`));
-  }
+  fill(about, UNITS, "word");
   for (const area of Object.values(texts)) {
     area.maxLength = about.max_characters;
     area.addEventListener("input", updateSoon);

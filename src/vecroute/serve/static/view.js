@@ -8,7 +8,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 /** An element with attributes and children; strings become text. */
 export function element(name, attributes = {}, ...children) {
-  const made = ["svg", "rect", "path"].includes(name)
+  const made = ["svg", "rect", "path", "text", "title"].includes(name)
     ? document.createElementNS(SVG, name)
     : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -36,7 +36,7 @@ export function largest({ shown }) {
   return Math.max(0, ...segmentValues(shown).map(Math.abs)) / 10 ** shown.decimals;
 }
 
-function colour(value, scale) {
+export function colour(value, scale) {
   const level = scale ? Math.round(LEVELS * Math.min(Math.abs(value) / scale, 1)) : 0;
   return level ? (value > 0 ? "p" : "n") + level : "";
 }
@@ -115,8 +115,8 @@ function depthLines({ names, values, base, rest }) {
   return lines;
 }
 
-/** Fill a section with an answer, its colours on a scale that may be shared. */
-export function show(section, answer, scale) {
+/** Fill a section with an answer, its colours on a scale that may be shared: of a text, unless drawn otherwise. */
+export function show(section, answer, scale, drawn = heat(answer, scale)) {
   const { shown, unit, depth, label } = answer;
   const predicted = Array.isArray(label) ? label.join(", ") || "none" : label;
   const less = answer.against === null ? [] : [" less ", element("bdi", {}, answer.against)];
@@ -136,7 +136,7 @@ export function show(section, answer, scale) {
     probabilities(answer),
     element("h2", {}, "Score of ", ...names, `: ${score}`),
     element("p", { class: "key" }, element("span", { class: "p5" }, "solid line, blue"), " raises it, ", element("span", { class: "n5" }, "dashed line, orange"), " lowers it"),
-    heat(answer, scale),
+    drawn,
     element("div", { class: "columns" }, ...tables),
   );
   section.hidden = false;

@@ -1,0 +1,106 @@
+"""The routes that ask the classifier: texts come as JSON, an image as the body of a request."""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import FastAPI, HTTPException, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from vecroute.images import Picture
+from vecroute.serve import schemas
+from vecroute.serve.answers import Answers, Explain, Predict, Save
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    400: {"model": schemas.Problem, "description": "Not JSON that can be read"},
+    408: {"model": schemas.Problem, "description": "The request came too slowly"},
+    413: {"model": schemas.Problem, "description": "Text or request too long"},
+    422: {"model": schemas.Problem, "description": "Something that cannot be answered, and why"},
+    503: {
+        "model": schemas.Problem,
+        "description": "Too many requests wait already",
+        "headers": {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}},
+    },
+    504: {"model": schemas.Problem, "description": "No answer within the time limit"},
+}
+IMAGE_PROBLEMS = {status: told for status, told in PROBLEMS.items() if status != 400} | {
+    413: {"model": schemas.Problem, "description": "Image too large"},
+    415: {"model": schemas.Problem, "description": "Not sent as an image"},
+}
+IMAGE_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": "The bytes of an image file.",
+        "content": {"image/*": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+def add_api(app: FastAPI, answers: Answers, ask: Callable[..., Awaitable[Any]]) -> None:
+    """What is asked of the classifier."""
+
+    @app.post("/predict", response_model=schemas.Prediction, responses=PROBLEMS)
+    async def predict(asked: schemas.PredictRequest) -> Response:
+        """The label and the probability of each class."""
+        return as_json(await ask(Predict(asked.text)))
+
+    @app.post("/explain", response_model=schemas.Explained, responses=PROBLEMS)
+    async def explain(asked: schemas.ExplainRequest) -> Response:
+        """What each part of a text adds to the score of a class."""
+        for field in ("output", "against"):
+            check_known(field, getattr(asked, field), answers.names)
+        check_known("depth", asked.depth, answers.classifier.encoder_.depths)
+        return as_json(await ask(Explain(**asked.model_dump())))
+
+    @app.post("/page", response_class=Response, responses=PROBLEMS | {200: {"content": {"text/html": {}}}})
+    async def page(asked: schemas.SaveRequest) -> Response:
+        """A page to keep, about one text or two, that needs nothing but itself."""
+        found = await ask(Save(asked.texts, asked.unit))
+        return Response(found.encode(), media_type="text/html; charset=utf-8")
+
+
+def add_image_api(app: FastAPI, answers: Answers, ask: Callable[..., Awaitable[Any]]) -> None:
+    """The same for images: a request has the bytes of one as its body, and the rest in its address."""
+    taken: dict[str, Any] = {"openapi_extra": IMAGE_BODY, "responses": IMAGE_PROBLEMS}
+
+    @app.post("/predict", response_model=schemas.Prediction, **taken)
+    async def predict(request: Request) -> Response:
+        """The label and the probability of each class."""
+        return as_json(await ask(Predict(await sent_image(request))))
+
+    @app.post("/explain", response_model=schemas.ImageExplained, **taken)
+    async def explain(request: Request, asked: Annotated[schemas.ImageExplainQuery, Query()]) -> Response:
+        """What each part of an image adds to the score of a class."""
+        for field in ("output", "against"):
+            check_known(field, getattr(asked, field), answers.names)
+        check_known("depth", asked.depth, answers.classifier.encoder_.depths)
+        return as_json(await ask(Explain(await sent_image(request), **asked.model_dump())))
+
+    page_taken: dict[str, Any] = taken | {"responses": IMAGE_PROBLEMS | {200: {"content": {"text/html": {}}}}}
+
+    @app.post("/page", response_class=Response, **page_taken)
+    async def page(request: Request, asked: Annotated[schemas.ImageQuery, Query()]) -> Response:
+        """A page to keep, that needs nothing but itself."""
+        found = await ask(Save([await sent_image(request)], asked.unit))
+        return Response(found.encode(), media_type="text/html; charset=utf-8")
+
+
+async def sent_image(request: Request) -> Picture:
+    """The image that is the body of a request; its header is read, its pixels are not."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not kind.startswith("image/") and kind != "application/octet-stream":
+        raise HTTPException(415, "the request must be an image: Content-Type image/png, image/jpeg, ...")
+    data = await request.body()
+    try:
+        return await run_in_threadpool(Picture.of, data)
+    except ValueError as error:
+        raise HTTPException(422, str(error)) from None
+
+
+def check_known(field: str, value: Any, known: list[Any]) -> None:
+    if value is not None and value not in known:
+        raise HTTPException(422, f"{field} must be one of {json.dumps(known)}")
+
+
+def as_json(answer: Any) -> Response:
+    return Response(json.dumps(answer, ensure_ascii=False).encode(), media_type="application/json")

@@ -1,0 +1,43 @@
+// What the pages of texts and of images share: how they ask, what there is to choose, and how they save.
+
+import { element } from "/view.js";
+
+export const NEXT = "\u0000next"; // no class has such a name
+
+/** The answer to a request; where many wait it asks again, and calls wait each time. */
+export async function send(path, type, body, { signal, wait }) {
+  for (;;) {
+    const response = await fetch(path, { method: "POST", headers: { "Content-Type": type }, body, signal });
+    if (response.ok) return response;
+    const seconds = response.headers.get("Retry-After");
+    if (response.status !== 503 || seconds === null) {
+      const problem = await response.json().catch(() => ({}));
+      throw new Error(problem.detail || `the server answered ${response.status}`);
+    }
+    wait();
+    await new Promise((done) => setTimeout(done, 1000 * Number(seconds)));
+    signal?.throwIfAborted();
+  }
+}
+
+/** Put the name of the model, its classes, depths and units into the page. */
+export function fill(about, units, first) {
+  const at = (id) => document.getElementById(id);
+  at("model").textContent = about.name;
+  document.title = `vecroute ${about.name}`;
+  at("against").append(new Option("the next likely class", NEXT, true, true), new Option("nothing", ""));
+  for (const id of ["output", "against"]) at(id).append(...about.classes.map((name) => new Option(name, name)));
+  at("depth").append(...about.depths.map((name, k) => new Option(name, about.depth_numbers[k])));
+  for (const unit of units) {
+    const radio = element("input", { type: "radio", name: "unit", value: unit });
+    radio.checked = unit === first;
+    at("units").append(element("label", {}, radio, ` ${unit}`));
+  }
+}
+
+/** Keep a page as a file. */
+export function download(file) {
+  const link = element("a", { href: URL.createObjectURL(file), download: "explanation.html" });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
