@@ -27,8 +27,8 @@ SEEDS = 5
 ROUTING = {"implementation": "reference"}  # which can be stacked
 # Of each head two shapes, each with the share of inputs that it is trained without; ten recipes for each.
 SHAPES: dict[str, tuple[str, list[tuple[dict[str, Any], float]]]] = {
+    "routing": ("routing", [(ROUTING, drop) for drop in (0.3, 0.6)]),
     "routing, wide": ("wide", [(ROUTING, drop) for drop in (0.3, 0.6)]),
-    "routing, default": ("routing", [(ROUTING, drop) for drop in (0.3, 0.6)]),
     "paper": ("paper", [(ROUTING, drop) for drop in (0.3, 0.6)]),
     "probe": ("probe", [({}, 0.3), ({"d_mlp": 768}, 0.6)]),
     "probe, MLPs": ("probe", [({"d_inp_mlp": 512, "gated": True}, drop) for drop in (0.3, 0.6)]),
@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[str, list[tuple[dict[str, Any], float]]]] = {
     "linear, mean of last": ("mean_last", [({}, 0.0)]),
 }
 LINEAR = ("linear, mean of all", "linear, mean of last")  # of one shape, with twenty recipes
-ON_IMAGES = ("routing, wide", "routing, default", "probe", "probe, MLPs", *LINEAR)
+ON_IMAGES = ("routing", "routing, wide", "probe", "probe, MLPs", *LINEAR)
 BY_DEPTH = ("scalar mix", "mean of all", "mean of last", "CLS")  # heads to which depths are not alike
 RECIPES = [
     Recipe(lr=lr, weight_decay=decay, label_smoothing=smoothing)
@@ -239,11 +239,12 @@ def differences(task: str, finals: list[Done], label: np.ndarray, n: int = 2000)
     drawn = np.random.default_rng(0).integers(0, len(label), (n, len(label)))  # [n, n_texts]
     rows = []
     for other in right:
-        if "routing, wide" not in right or other == "routing, wide":
+        if "routing" not in right or other == "routing":
             continue
-        gain = 100 * (right["routing, wide"] - right[other])  # [n_texts]
+        gain = 100 * (right["routing"] - right[other])  # [n_texts]
         low, high = np.percentile(gain[drawn].mean(1), [2.5, 97.5])
-        rows.append({"task": task, "head": other, "points": gain.mean(), "low": low, "high": high})
+        told = {"points": gain.mean(), "low": low, "high": high}
+        rows.append({"task": task, "routing": "routing", "head": other} | told)
     return rows
 
 
@@ -305,8 +306,8 @@ def plot(results: Path) -> None:
 
 
 def save(done: Done, folder: Path) -> None:
-    """Keep the weights of a routing head, of three seeds: TASK.npz of the wide one, TASK-default.npz."""
-    name = {"routing, wide": done.job.task, "routing, default": f"{done.job.task}-default"}
+    """Keep the weights of a routing head, of three seeds: TASK.npz of the default one, TASK-wide.npz."""
+    name = {"routing": done.job.task, "routing, wide": f"{done.job.task}-wide"}
     if done.job.label in name:
         folder.mkdir(parents=True, exist_ok=True)
         np.savez(folder / f"{name[done.job.label]}.npz", **{k: p[:3] for k, p in done.weights.items()})

@@ -31,7 +31,7 @@ def readers(task: str, weights: Path, device: str, encoder_name: str) -> list[Re
     stacked = np.load(weights / f"{task}.npz")
     found = []
     for seed in range(3):
-        head = vr.RoutingHead.wide(d_emb=encoder.d_emb, depth=encoder.depth, n_cls=corpora.TASKS[task])
+        head = vr.RoutingHead(d_emb=encoder.d_emb, depth=encoder.depth, n_cls=corpora.TASKS[task])
         head.load_state_dict({name: torch.tensor(stacked[name][seed]).float() for name in stacked})
         found.append(Reader(encoder, head.to(device)))
     return found
@@ -50,7 +50,7 @@ def choose(task: str, reader: Reader, options: Any) -> list[str]:
 
 def check(task: str, trained: list[Reader], texts: list[str], method: str, device: str) -> dict[str, Any]:
     """Agreement of the seeds, agreement with a head that was never trained, memory of one explanation."""
-    fresh = vr.RoutingHead.wide(
+    fresh = vr.RoutingHead(
         d_emb=trained[0].head.d_emb, depth=trained[0].head.depth, n_cls=corpora.TASKS[task]
     )
     fresh.load_state_dict(

@@ -36,7 +36,7 @@ from vecroute.storage import require
 GROUP = 100  # images that are explained before their rows are written
 ALONE = 10  # of each group, that are explained by themselves too
 BATCH = {"cuda": 1000, "cpu": 50}  # images that go through the encoder at once
-WEIGHTS = {"wide": "cifar10.npz", "routing": "cifar10-default.npz"}  # of the heads
+WEIGHTS = {"routing": "cifar10.npz", "wide": "cifar10-wide.npz"}  # of the heads
 # Columns with means, and after them those of how far contributions to the margin are ahead.
 MEASURES = (
     "deletion",

@@ -141,7 +141,7 @@ def test_differences_are_those_of_the_same_texts():
     right, wrong = np.eye(2)[label][None], np.eye(2)[np.where(np.arange(100) < 10, 1 - label, label)][None]
     finals = [
         accuracy.Done(accuracy.Job("sst2", name, "", {}, [], Training(1, 1)), p, p, 1, 1.0)
-        for name, p in (("routing, wide", right), ("probe", wrong))
+        for name, p in (("routing", right), ("probe", wrong))
     ]
     (row,) = accuracy.differences("sst2", finals, label)
     assert row["points"] == pytest.approx(10)

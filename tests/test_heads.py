@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as nnf
 
 import vecroute as vr
-from vecroute.heads import ResidualMLP, compact
+from vecroute.heads import GatedMLP, ResidualMLP, compact
 
 SIZES = {"d_emb": 12, "depth": 3, "n_cls": 4}
 
@@ -45,21 +45,23 @@ def test_the_papers_head_has_three_routings_by_way_of_64_vectors():
     routings = [m for m in vr.RoutingHead.paper(**SIZES).modules() if isinstance(m, vr.VectorRouting)]
     sizes = [(m.n_inp, m.n_out, m.d_inp, m.d_out, m.n_iters) for m in routings]
     assert sizes == [(None, 64, 12, 12, 2), (64, 64, 12, 12, 2), (64, 4, 12, 1, 2)]
-    assert not any(isinstance(m, ResidualMLP) for m in vr.RoutingHead.paper(**SIZES).modules())
+    assert not any(isinstance(m, ResidualMLP | GatedMLP) for m in vr.RoutingHead.paper(**SIZES).modules())
 
 
 def test_the_default_head_has_two_routings_and_mlps_around_the_first():
     head = vr.RoutingHead(**SIZES)
     first, routing, second, last = head.network
-    assert [type(m) for m in first.module] == [torch.nn.LayerNorm, ResidualMLP]
-    assert isinstance(second.module, ResidualMLP)
-    assert (routing.n_inp, routing.n_out, last.n_inp, last.n_out) == (None, 8, 8, 4)
+    assert [type(m) for m in first.module] == [torch.nn.LayerNorm, GatedMLP]
+    assert isinstance(second.module, GatedMLP)
+    assert second.module.inner.out_features == 8  # two thirds of 12
+    assert (routing.n_inp, routing.n_out, last.n_inp, last.n_out) == (None, 4, 4, 4)
     assert all(m.implementation == "auto" for m in head.modules() if isinstance(m, vr.VectorRouting))
 
 
-def test_a_fresh_mlp_is_the_identity():
+@pytest.mark.parametrize("mlp", [ResidualMLP, GatedMLP])
+def test_a_fresh_mlp_is_the_identity(mlp):
     x = torch.randn(3, 12)
-    torch.testing.assert_close(ResidualMLP(12, 5)(x), x, rtol=0, atol=0)
+    torch.testing.assert_close(mlp(12, 5)(x), x, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("make", [vr.RoutingHead, vr.RoutingHead.paper])

@@ -183,7 +183,7 @@ def test_the_number_of_epochs_follows_the_data():
 def test_a_loss_that_is_not_finite_is_told():
     task = make_task()
     task.features.states[20][0, 0, 0] = math.nan
-    with pytest.raises(ValueError, match=r"training diverged: the loss is nan; try a lower lr than 0\.003"):
+    with pytest.raises(ValueError, match=r"training diverged: the loss is nan; try a lower lr than 0\.001"):
         weights_after(Recipe(max_epochs=1, drop_inputs=0.0), task)
 
 

@@ -80,7 +80,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         head_options: dict[str, Any] | None = None,
         max_epochs: int | None = None,
         batch_size: int = 32,
-        lr: float = 3e-3,
+        lr: float = 1e-3,
         weight_decay: float = 0.5,
         drop_inputs: float = 0.8,
         drop_features: float = 0.3,
