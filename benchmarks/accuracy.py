@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from corpora import Packed
-from stacked import Recipe, Stack, Training, as_means, as_vectors
+from stacked import Recipe, Stack, Training, as_means, as_vectors, first_positions
 
 from vecroute.encoders import TextEncoder, VisionEncoder
 
@@ -97,6 +97,8 @@ class Done:
 def run_job(job: Job, splits: dict[str, Packed]) -> Done:
     if job.label in LINEAR:
         splits = as_means(splits)
+    elif job.label == "CLS":
+        splits = {name: first_positions(data) for name, data in splits.items()}
     elif job.label not in BY_DEPTH:
         splits = {name: as_vectors(data) for name, data in splits.items()}
     train = splits["train"]
@@ -344,7 +346,7 @@ def run_task(task: str, options: Any, recipes: list[Recipe], seeds: int) -> None
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, help="folder of the texts and images")
-    parser.add_argument("--tokens", type=Path, help="folder to keep token ids in")
+    parser.add_argument("--tokens", type=Path, help="folder to keep token ids in, of one encoder")
     parser.add_argument("--encoder", help="minilm for texts, vit-cifar10 for images, if none is named")
     parser.add_argument("--tasks", nargs="+", choices=corpora.TASKS, default=list(corpora.TASKS))
     parser.add_argument("--heads", nargs="+", choices=SHAPES, help="all, or those made for images")

@@ -1,4 +1,4 @@
-"""The texts and images of the benchmarks of accuracy and faithfulness, and their hidden states.
+"""The texts and images of the benchmarks of accuracy, faithfulness and patches, and their hidden states.
 
 They are not part of this repository. ``--data`` names a folder with
 
@@ -132,7 +132,8 @@ def encode(encoder: TextEncoder, chunks: Chunks, labels: Sequence[int], batch_po
         states = encoder.model(
             input_ids=ids[rows], attention_mask=mask.long(), output_hidden_states=True
         ).hidden_states  # [b, n, d_emb] each
-        hidden[rows[mask]] = torch.stack([states[k][mask] for k in encoder.depths], 1).half()
+        used = torch.stack([states[k][mask] for k in encoder.depths], 1)  # [n_used, depth, d_emb]
+        hidden[rows[mask]] = used.half()
     n = len(labels)
     length = torch.zeros(n, dtype=torch.long).index_add_(0, chunks.text.long(), chunks.lengths.long())  # [n]
     start = length.cumsum(0) - length  # [n]
@@ -154,7 +155,7 @@ def tokens(
     chunks = tokenize(encoder, texts)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        kinds = {"ids": np.uint16, "lengths": np.uint16, "text": np.uint32}
+        kinds = {"ids": np.uint32, "lengths": np.uint16, "text": np.uint32}
         arrays = {name: getattr(chunks, name).numpy().astype(kind) for name, kind in kinds.items()}
         np.savez_compressed(file, **arrays, label=np.array(labels, dtype=np.uint8))
     return chunks, labels
@@ -193,14 +194,13 @@ def pixel_values(encoder: VisionEncoder, pixels: Tensor) -> Tensor:
         torch.tensor(about[name], device=encoder.device)[:, None, None]
         for name in ("image_mean", "image_std")
     )  # [3, 1, 1] each
-    return (pixels.to(encoder.device).float() * about["rescale_factor"] - mean) / std
+    return (pixels.to(encoder.device).float() * about["rescale_factor"] - mean) / std  # [b, 3, height, width]
 
 
-def image_states(encoder: VisionEncoder, pixel_values: Tensor) -> Tensor:
-    """All hidden states [b, n_pos, depth, d_emb], with a graph where pixel_values [b, 3, ...] have one."""
-    pixel_values = pixel_values.to(encoder.dtype)
-    states = encoder.model(pixel_values=pixel_values, output_hidden_states=True).hidden_states
-    return torch.stack([states[k] for k in encoder.depths], 2)
+def image_states(encoder: VisionEncoder, values: Tensor) -> Tensor:
+    """Hidden states [b, n_pos, depth, d_emb] of pixel values [b, 3, ...], with a graph if these have one."""
+    states = encoder.model(pixel_values=values.to(encoder.dtype), output_hidden_states=True).hidden_states
+    return torch.stack([states[k] for k in encoder.depths], 2)  # [b, n_pos, depth, d_emb]
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ GROUP = 100  # images that are explained before their rows are written
 ALONE = 10  # of each group, that are explained by themselves too
 BATCH = {"cuda": 1000, "cpu": 50}  # images that go through the encoder at once
 WEIGHTS = {"routing": "cifar10.npz", "wide": "cifar10-wide.npz"}  # of the heads
-# Columns with means, and after them those of how far contributions to the margin are ahead.
+# Columns of which there are means; make_summary adds how far contributions to the margin are ahead.
 MEASURES = (
     "deletion",
     "insertion",
@@ -77,16 +77,17 @@ class Viewer(Reader):
     def sums(self, values: Tensor) -> Tensor:
         """Over the pixels of each patch, [b, n_pos], of values [b, 3, height, width]; 0 at special tokens."""
         (rows, columns), (height, width) = self.encoder.grid, self.encoder.patch_size
-        tiles = values.unflatten(-1, (columns, width)).unflatten(-3, (rows, height))
+        across = values.unflatten(-1, (columns, width))  # [b, 3, rows height, columns, width]
+        tiles = across.unflatten(-3, (rows, height))  # [b, 3, rows, height, columns, width]
         found = tiles.sum((1, 3, 5)).flatten(1)  # [b, n_patches]
-        return nn.functional.pad(found, (self.encoder.n_special, 0))
+        return nn.functional.pad(found, (self.encoder.n_special, 0))  # [b, n_pos]
 
     def painted(self, pixels: Tensor, keep: Tensor) -> Tensor:
         """Images [b, 3, height, width] in their mean colour but for the patches to keep, [b, n_patches]."""
         shown = keep.unflatten(-1, self.encoder.grid)  # [b, rows, columns]
         for dim, size in zip((1, 2), self.encoder.patch_size, strict=True):
             shown = shown.repeat_interleave(size, dim)  # [b, height, width] in the end
-        return torch.where(shown[:, None], pixels, pixels.mean((2, 3), keepdim=True))
+        return torch.where(shown[:, None], pixels, pixels.mean((2, 3), keepdim=True))  # [b, 3, height, width]
 
 
 def by_integrated_gradients(*, margin: bool, n_steps: int) -> Method:
@@ -130,7 +131,7 @@ def by_chance(viewer: Viewer, view: View, target: Tensor, other: Tensor) -> Attr
     """Random numbers, for the same image the same."""
     seeds = (1000 * view.pixels.double().abs().sum((1, 2, 3))).long().tolist()
     drawn = [torch.rand(view.mask.shape[1], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    return Attribution(torch.stack(drawn).to(view.mask.device))
+    return Attribution(torch.stack(drawn).to(view.mask.device))  # [b, n_pos]
 
 
 def methods(n_steps: int = 50) -> dict[str, Method]:
@@ -185,9 +186,8 @@ def measure(viewer: Viewer, pixels: Tensor, tried: dict[str, Method], step: int)
     target, other = scores.topk(2).indices.unbind(-1)  # [b] each
     rows = []
     for name, method in tried.items():
-        (values, error), seconds = timed(
-            viewer, method, viewer.view(pixels), target, other
-        )  # [b, n_pos], [b]
+        found, seconds = timed(viewer, method, viewer.view(pixels), target, other)
+        values, error = found  # [b, n_pos], [b] or None
         said = viewer.patches(values)  # [b, n_patches]
         with common.product_precision("tf32"):
             deletion, insertion = areas(viewer, pixels, said, target, step)  # [b] each

@@ -34,7 +34,7 @@ class Recipe:
         seed: of the initial weights and of the order of the samples.
     """
 
-    lr: float = 3e-3
+    lr: float = 1e-3
     weight_decay: float = 0.05
     label_smoothing: float = 0.0
     average: float = 0.05
@@ -274,6 +274,11 @@ def as_vectors(data: Packed) -> Packed:
     depth = data.hidden.shape[1]
     hidden = data.hidden.flatten(0, 1)[:, None]  # [total depth, 1, d_emb]
     return Packed(hidden, data.start * depth, data.length * depth, data.label)
+
+
+def first_positions(data: Packed) -> Packed:
+    """The first position of each sample alone, so that no other one is drawn in its place."""
+    return Packed(data.hidden, data.start, torch.ones_like(data.length), data.label)
 
 
 def as_means(splits: dict[str, Packed]) -> dict[str, Packed]:

@@ -95,6 +95,17 @@ def test_heads_of_a_stack_are_what_they_would_be_alone(data, name):
     assert (found[0] - found[1]).abs().max() > 1e-3
 
 
+def test_cls_sees_the_first_position_alone_where_others_are_drawn_at_random(data):
+    training = Training(epochs=2, batch_size=16, most=2)
+    job = accuracy.Job("sst2", "CLS", "cls", {}, [Recipe(lr=1e-2)], training)
+    other = torch.randn_like(data.hidden)
+    other[data.start] = data.hidden[data.start]
+    changed = Packed(other, data.start, data.length, data.label)
+    found = [accuracy.run_job(job, {"train": split, "dev": split}).dev for split in (data, changed)]
+    assert np.array_equal(*found)
+    assert np.ptp(found[0][0, :, 1]) > 0.1
+
+
 def test_a_step_is_that_of_adamw(data):
     options = {"d_emb": 8, "depth": 3, "n_cls": 2}
     stack = Stack("mean_last", options, [Recipe(lr=0.01, weight_decay=0.1)], "cpu")
