@@ -3,7 +3,7 @@
 The hidden states of all depths are computed once. For every task and every head the same budget: 20
 configurations, each trained once, for a short time, and judged on the dev set; then the best one is trained
 with 5 seeds, and only these see the test set. Rows are appended to accuracy_search.csv, accuracy.csv and
-accuracy_differences.csv; ``--plot`` makes the figure from them. corpora.py says what is in DATA.
+accuracy_differences.csv; ``--plot`` makes a table and a figure from them. corpora.py says what is in DATA.
 """
 
 import json
@@ -286,27 +286,6 @@ def load_images(names: list[str], options: Any) -> dict[str, Packed]:
     return splits
 
 
-def plot(results: Path) -> None:
-    """accuracy.png: the test accuracy of every head on every task, a dot for each seed."""
-    import matplotlib.pyplot as plt
-    import pandas
-
-    rows = pandas.read_csv(results / "accuracy.csv")
-    tasks = [task for task in corpora.TASKS if task in set(rows.task)]
-    figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 4), sharey=True, squeeze=False)
-    order = [label for label in reversed(SHAPES) if label in set(rows["head"])]
-    for axis, task in zip(axes[0], tasks, strict=True):
-        for k, label in enumerate(order):
-            test = 100 * rows[(rows.task == task) & (rows["head"] == label)].test
-            color = "tab:red" if label.startswith(("routing", "paper")) else "tab:blue"
-            axis.plot(test, [k] * len(test), "o", color=color, alpha=0.4, markersize=4)
-            axis.plot([test.mean()], [k], "|", color="black", markersize=14)
-        axis.set(yticks=range(len(order)), yticklabels=order, xlabel="test accuracy, %", title=task)
-        axis.grid(axis="x", alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(results / "accuracy.png", dpi=150)
-
-
 def save(done: Done, folder: Path) -> None:
     """Keep the weights of a routing head, of three seeds: TASK.npz of the default one, TASK-wide.npz."""
     name = {"routing": done.job.task, "routing, wide": f"{done.job.task}-wide"}
@@ -354,10 +333,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=3, help="processes that train at a time")
     parser.add_argument("--limit", type=int, help="use so many samples of each split only")
     parser.add_argument("--save", type=Path, help="folder for the weights of routing, of three seeds")
-    parser.add_argument("--plot", action="store_true", help="only make the figure from the rows")
+    parser.add_argument(
+        "--plot", action="store_true", help="only make the table and the figure from the rows"
+    )
     options = parser.parse_args(arguments)
     if options.plot:
-        return plot(options.results)
+        from accuracy_summary import make_summary
+
+        return make_summary(options.results, list(SHAPES))
     recipes, seeds = RECIPES, SEEDS
     if options.short:
         options.limit, options.workers, options.shapes = options.limit or 100, 1, 1

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ import accuracy
 import corpora
 from corpora import Chunks, Packed
 from stacked import Recipe, Stack, Training, as_vectors, batches, gather
+
+OTHER = "routing, wide"
 
 
 def test_phrases_of_a_tree_come_with_their_labels_and_the_sentence_last():
@@ -157,3 +160,20 @@ def test_differences_are_those_of_the_same_texts():
     (row,) = accuracy.differences("sst2", finals, label)
     assert row["points"] == pytest.approx(10)
     assert 0 < row["low"] < 10 < row["high"] < 20
+
+
+def test_the_summary_tells_means_and_by_how_much_routing_is_ahead(tmp_path):
+    tests = {"probe": [0.80, 0.82, 0.84], "routing": [0.90, 0.91, 0.92], "routing, wide": [0.7, 0.7, 0.71]}
+    rows = [{"task": "sst2", "head": head, "test": test} for head in tests for test in tests[head]]
+    rows += [{"task": "cifar10", "head": head, "test": 0.5 + k / 10} for head in ("a", OTHER) for k in (0, 1)]
+    pandas.DataFrame(rows).to_csv(tmp_path / "accuracy.csv", index=False)
+    accuracy.main(["--plot", "--results", str(tmp_path)])
+    found = pandas.read_csv(tmp_path / "accuracy_summary.csv").set_index(["task", "head"])
+    assert [head for task, head in found.index if task == "sst2"] == ["routing", "probe", "routing, wide"]
+    probe = found.loc["sst2", "probe"]
+    assert (probe["mean"], probe.spread, probe.ahead) == pytest.approx((82, 2, 9))
+    # Welch: an error of sqrt((1 + 4) / 3), 2.94 degrees of freedom, of whose t 3.219 is the 97.5 % point.
+    assert (probe.low, probe.high) == pytest.approx((9 - 4.155, 9 + 4.155), abs=0.01)
+    assert pandas.isna(found.loc["sst2", "routing"].ahead)
+    assert found.loc["cifar10", "a"].routing == OTHER
+    assert (tmp_path / "accuracy.png").exists()

@@ -1,0 +1,61 @@
+"""What the rows of accuracy.csv say, as a table and a figure: ``python benchmarks/accuracy.py --plot``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import corpora
+import pandas
+from scipy import stats
+
+OURS = ("routing", "routing, wide")  # the first of them that a task has is compared with the others
+
+
+def summarize(rows: pandas.DataFrame) -> list[dict[str, Any]]:
+    """For each task and head the test accuracy in %, and by how much routing is ahead.
+
+    mean and spread (standard deviation) are over the seeds, ahead is the difference of two means, low and
+    high its 95 % interval by Welch's t. The best head comes first.
+    """
+    summary = []
+    for task, own in rows.groupby("task", sort=False):
+        tests = {head: 100 * found.test for head, found in own.groupby("head")}
+        ours = next((head for head in OURS if head in tests), None)
+        for head in sorted(tests, key=lambda head: -tests[head].mean()):
+            test = tests[head]
+            row = {"task": task, "head": head, "seeds": len(test), "mean": test.mean(), "spread": test.std()}
+            row |= {"routing": ours, "ahead": None, "low": None, "high": None}
+            if ours not in (None, head):
+                row["ahead"] = tests[ours].mean() - test.mean()
+                welch = stats.ttest_ind(tests[ours], test, equal_var=False)
+                row["low"], row["high"] = welch.confidence_interval()
+            summary.append(row)
+    return summary
+
+
+def make_summary(results: Path, order: Sequence[str]) -> None:
+    """accuracy_summary.csv and accuracy.png, of the rows of all seeds."""
+    rows = pandas.read_csv(results / "accuracy.csv")
+    path = results / "accuracy_summary.csv"
+    path.unlink(missing_ok=True)
+    common.append(path, summarize(rows))
+    plot(rows, [label for label in reversed(order) if label in set(rows["head"])], results)
+
+
+def plot(rows: pandas.DataFrame, order: Sequence[str], results: Path) -> None:
+    """accuracy.png: the test accuracy of every head on every task, a dot for each seed."""
+    import matplotlib.pyplot as plt
+
+    tasks = [task for task in corpora.TASKS if task in set(rows.task)]
+    figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 4), sharey=True, squeeze=False)
+    for axis, task in zip(axes[0], tasks, strict=True):
+        for k, label in enumerate(order):
+            test = 100 * rows[(rows.task == task) & (rows["head"] == label)].test
+            color = "tab:red" if label.startswith(("routing", "paper")) else "tab:blue"
+            axis.plot(test, [k] * len(test), "o", color=color, alpha=0.4, markersize=4)
+            axis.plot([test.mean()], [k], "|", color="black", markersize=14)
+        axis.set(yticks=range(len(order)), yticklabels=order, xlabel="test accuracy, %", title=task)
+        axis.grid(axis="x", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(results / "accuracy.png", dpi=150)
