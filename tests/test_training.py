@@ -122,6 +122,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     for recipe, task in (
         (Recipe(max_epochs=1, lr=1e-4), None),
         (Recipe(max_epochs=1), make_task(key="other")),
+        (Recipe(max_epochs=1), make_task(class_weight=torch.tensor([1.0, 2.0, 1.0]))),
+        (Recipe(max_epochs=1), make_task(multi_label=True)),
     ):
         with pytest.raises(ValueError, match="belongs to a run with other data or settings: delete it"):
             weights_after(recipe, task, checkpoint=checkpoint)

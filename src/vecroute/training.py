@@ -337,8 +337,10 @@ class Trainer:
 
     def key(self) -> str:
         """Tells one run from another: two with the same key do the same, step by step."""
-        about = [asdict(self.recipe), self.epochs, self.task.key, self.task.train, self.task.valid]
-        about += [self.world, self.task.targets.tolist(), str(self.head)]
+        task = self.task
+        weight = None if task.class_weight is None else task.class_weight.tolist()
+        about = [asdict(self.recipe), self.epochs, self.world, str(self.head)]
+        about += [task.key, task.train, task.valid, task.targets.tolist(), weight, task.multi_label]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
     def save(self) -> None:
