@@ -137,9 +137,19 @@ def test_wrong_arguments(arguments, error, message):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
-    [({"n_routings": 1}, "n_routings must be at least 2, got 1"), ({"n_cls": 0}, "n_cls must be a positive")],
+    ("option", "error", "message"),
+    [
+        ({"n_routings": 1}, ValueError, "n_routings must be at least 2, got 1"),
+        ({"n_cls": 0}, ValueError, "n_cls must be a positive int, got 0"),
+        ({"d_mlp": -1}, ValueError, "d_mlp must be a positive int, got -1"),
+        ({"d_emb": None}, TypeError, r"d_emb must be a positive int, got None \(NoneType\)"),
+        ({"d_emb": "a"}, TypeError, r"d_emb must be a positive int, got 'a' \(str\)"),
+        ({"n_routings": "3"}, TypeError, r"n_routings must be a positive int, got '3' \(str\)"),
+        ({"n_hid": 0}, ValueError, "n_hid must be a positive int, got 0"),
+        ({"d_hid": 1.5}, TypeError, r"d_hid must be a positive int, got 1.5 \(float\)"),
+    ],
 )
-def test_wrong_options(option, message):
-    with pytest.raises(ValueError, match=message):
-        vr.RoutingHead(**SIZES | option)
+@pytest.mark.parametrize("make", [vr.RoutingHead, vr.RoutingHead.wide, vr.RoutingHead.paper])
+def test_wrong_options(make, option, error, message):
+    with pytest.raises(error, match=message):
+        make(**SIZES | option)

@@ -137,6 +137,23 @@ def test_wrong_hidden_states(name):
         make_head(name, seed=0, **SIZES)(torch.zeros(2, 5, 2, 12))
 
 
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"d_emb": None}, TypeError, r"d_emb must be a positive int, got None \(NoneType\)"),
+        ({"d_emb": "a"}, TypeError, r"d_emb must be a positive int, got 'a' \(str\)"),
+        ({"depth": None}, TypeError, r"depth must be a positive int, got None \(NoneType\)"),
+        ({"d_mlp": -1}, ValueError, "d_mlp must be a positive int, got -1"),
+        ({"d_mlp": "8"}, TypeError, r"d_mlp must be a positive int, got '8' \(str\)"),
+        ({"d_inp_mlp": 1.5}, TypeError, r"d_inp_mlp must be a positive int, got 1.5 \(float\)"),
+    ],
+)
+def test_wrong_sizes(name, option, error, message):
+    with pytest.raises(error, match=message):
+        make_head(name, seed=0, **SIZES | option)
+
+
 def test_the_same_seed_gives_the_same_head():
     first, again, other = (make_head("probe", seed=seed, **SIZES) for seed in (1, 1, 2))
     assert torch.equal(first.pool.attention.W_K, again.pool.attention.W_K)

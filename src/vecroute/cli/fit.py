@@ -27,7 +27,7 @@ def fit(
         str, typer.Option(help="minilm, vit-cifar10 (for images), a name on the hub, or a folder.")
     ] = "minilm",
     head: Annotated[
-        str, typer.Option(help="routing, wide (for much data), paper (its own), ...")
+        str, typer.Option(help="routing, wide (MLPs twice as wide), paper (its own), ...")
     ] = "routing",
     epochs: Annotated[int | None, typer.Option(help="At most; by the data if left out.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Texts per step.")] = None,

@@ -47,6 +47,9 @@ class PoolingHead(nn.Module):
         super().__init__()
         for name, value in (("d_emb", d_emb), ("depth", depth), ("n_cls", n_cls)):
             check_size(name, value)
+        for name, value in (("d_inp_mlp", d_inp_mlp), ("d_mlp", d_mlp)):
+            if value != 0:  # no MLP
+                check_size(name, value)
         self.d_emb, self.depth, self.n_cls = d_emb, depth, n_cls
         d_pool = int(pool.d_pool)  # type: ignore[arg-type]
         self.normalize = nn.LayerNorm(d_emb, elementwise_affine=False)
@@ -73,6 +76,7 @@ class PoolingHead(nn.Module):
     @classmethod
     def mean_all(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "PoolingHead":
         """The means over the positions at every depth, side by side."""
+        check_size("depth", depth)
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, pool=MeanPool(d_emb, depth), **options)
 
     @classmethod
@@ -151,6 +155,8 @@ class MeanPool(nn.Module):
 
     def __init__(self, d: int, n_levels: int):
         super().__init__()
+        check_size("d_emb", d)
+        check_size("n_levels", n_levels)
         self.n_levels, self.d_pool = n_levels, d * n_levels
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -163,6 +169,7 @@ class ScalarMix(nn.Module):
 
     def __init__(self, d: int, depth: int):
         super().__init__()
+        check_size("depth", depth)
         self.weights, self.gamma = nn.Parameter(torch.zeros(depth)), nn.Parameter(torch.ones(1))
         self.d_pool = d
 
@@ -192,6 +199,7 @@ class Attention(nn.Module):
 
     def __init__(self, d: int, n_queries: int, n_heads: int | None):
         super().__init__()
+        check_size("d_emb", d)
         n_heads = n_heads or next(n for n in (8, 6, 4, 3, 2, 1) if d % n == 0)
         for name, value in (("n_queries", n_queries), ("n_heads", n_heads)):
             check_size(name, value)
@@ -211,7 +219,8 @@ class Attention(nn.Module):
         W_K = self.W_K.unflatten(0, (self.n_heads, -1))  # [n, k, d]
         through = torch.einsum("...qnk,nkd->...qnd", queries, W_K)  # [..., q, n, d]
         scores = self.beta * (through.flatten(-3, -2) @ x.mT)  # [..., q n, i]
-        weights = scores.masked_fill(~mask[..., None, :], torch.finfo(scores.dtype).min).softmax(-1)
+        scores = scores.masked_fill(~mask[..., None, :], torch.finfo(scores.dtype).min)  # [..., q n, i]
+        weights = scores.softmax(-1)  # [..., q n, i]
         return (weights.to(x.dtype) @ x).unflatten(-2, queries.shape[-3:-1])  # [..., q, n, d]
 
     def values(self, means: Tensor) -> Tensor:

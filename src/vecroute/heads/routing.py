@@ -54,10 +54,14 @@ class RoutingHead(nn.Module):
         implementation: str = "auto",
     ):
         super().__init__()
+        check_size("d_emb", d_emb)
         d_hid = d_emb if d_hid is None else d_hid
         d_mlp = max(2 * d_emb // 3, 1) if d_mlp is None else d_mlp
-        for name, value in (("depth", depth), ("n_cls", n_cls), ("d_mlp", d_mlp or 1)):
+        sizes = {"depth": depth, "n_cls": n_cls, "n_hid": n_hid, "d_hid": d_hid, "n_routings": n_routings}
+        for name, value in sizes.items():
             check_size(name, value)
+        if d_mlp != 0:  # no MLPs
+            check_size("d_mlp", d_mlp)
         if n_routings < 2:
             raise ValueError(f"n_routings must be at least 2, got {n_routings}")
         self.d_emb, self.depth, self.n_cls = d_emb, depth, n_cls
@@ -80,7 +84,8 @@ class RoutingHead(nn.Module):
 
     @classmethod
     def wide(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
-        """MLPs twice as wide: as accurate on texts as the default, for nearly twice the work."""
+        """MLPs twice as wide: no better than the default on texts (docs/results.md), more work."""
+        check_size("d_emb", d_emb)
         options = {"d_mlp": max(4 * d_emb // 3, 1)} | options
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, **options)
 
