@@ -243,6 +243,21 @@ def test_the_papers_head_and_options(tiny):
         vr.RoutingClassifier(tiny, head="none").fit(TEXTS, LABELS)
 
 
+@pytest.mark.parametrize("head", vr.heads.HEADS)
+def test_training_drops_inputs_and_features_only_for_heads_that_choose(tiny, head, monkeypatch):
+    """Means and the first position would but lose by it; what is asked for is done with any head."""
+    shares, inputs, features = [], training.drop_inputs, training.drop_features
+    monkeypatch.setattr(training, "drop_inputs", lambda *given: shares.append(given[2]) or inputs(*given))
+    monkeypatch.setattr(training, "drop_features", lambda *given: shares.append(given[1]) or features(*given))
+    usual = (0.0, 0.0) if head in ("mean_last", "mean_all", "scalar_mix", "cls") else (0.8, 0.3)
+    for asked, expected in (((None, None), usual), ((0.1, None), (0.1, usual[1])), ((0.0, 0.2), (0.0, 0.2))):
+        classifier = vr.RoutingClassifier(tiny, head=head, max_epochs=1, batch_size=64)
+        classifier.set_params(drop_inputs=asked[0], drop_features=asked[1])
+        clone(classifier).fit(TEXTS[:30], LABELS[:30])
+        assert tuple(shares) == expected
+        shares.clear()
+
+
 def test_hidden_states_are_computed_once_for_all_fits(tiny, tmp_path, monkeypatch):
     quick = vr.RoutingClassifier(tiny, max_epochs=1, cache=tmp_path / "here")
     first = quick.fit(TEXTS, LABELS)

@@ -56,6 +56,7 @@ def test_every_head_can_be_fitted_saved_and_read(tiny, tmp_path):
         classifier.save_pretrained(tmp_path / head)
         again = vr.RoutingClassifier.from_pretrained(tmp_path / head)
         np.testing.assert_allclose(again.predict_proba(TEXTS[:3]), classifier.predict_proba(TEXTS[:3]))
+        assert again.get_params()["drop_inputs"] is again.get_params()["drop_features"] is None
     with pytest.raises(
         ValueError, match="explain needs head='routing', 'wide' or 'paper', got head='hopfield'"
     ):

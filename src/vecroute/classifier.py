@@ -20,7 +20,7 @@ from vecroute.encoders.text import TextEncoder
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.image import explain_image
 from vecroute.explain.text import explain_text
-from vecroute.heads import RoutingHead, make_head
+from vecroute.heads import CHOOSING, RoutingHead, make_head
 from vecroute.images import check_images, is_image
 from vecroute.labels import check_label_sets, check_labels, check_texts, class_weights, split
 from vecroute.progress import progress_bar
@@ -46,8 +46,11 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
         head: "routing", "wide" or "paper", or a baseline without explanations; see ``vecroute.heads``.
         head_options: for the head, see ``vecroute.RoutingHead``.
-        max_epochs, batch_size, lr, weight_decay, drop_inputs, drop_features, mixup, label_smoothing,
-            patience, mixed_precision, shard_inputs: see ``vecroute.training.Recipe``.
+        max_epochs, batch_size, lr, weight_decay, mixup, label_smoothing, patience, mixed_precision,
+            shard_inputs: see ``vecroute.training.Recipe``.
+        drop_inputs, drop_features: see there; None for 0.8 and 0.3 where the head chooses among the hidden
+            states, and for 0 where it takes means or one position ("mean_last", "mean_all", "scalar_mix",
+            "cls"), which dropping would only harm.
         validation_fraction: of the texts, on which training is validated; 0 for none.
         class_weight: None, "balanced", or a dict by label.
         multi_label: whether a text may have any number of labels: y is then a collection of labels for each
@@ -82,8 +85,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         batch_size: int = 32,
         lr: float = 1e-3,
         weight_decay: float = 0.5,
-        drop_inputs: float = 0.8,
-        drop_features: float = 0.3,
+        drop_inputs: float | None = None,
+        drop_features: float | None = None,
         mixup: float = 0.0,
         label_smoothing: float = 0.1,
         patience: int = 5,
@@ -295,8 +298,11 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         return texts + more, labels, list(range(n)), list(range(n, n + n_more))
 
     def _recipe(self) -> Recipe:
-        names = [field.name for field in fields(Recipe) if field.name != "seed"]
-        return Recipe(seed=self.random_state, **{name: getattr(self, name) for name in names})
+        given = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name != "seed"}
+        for name in ("drop_inputs", "drop_features"):
+            if given[name] is None:
+                given[name] = getattr(Recipe, name) if self.head in CHOOSING else 0.0
+        return Recipe(seed=self.random_state, **given)
 
     def _of_images(self) -> bool:
         if isinstance(self.encoder, TextEncoder | VisionEncoder):

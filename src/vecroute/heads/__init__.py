@@ -20,6 +20,7 @@ from vecroute.heads.routing import RoutingHead, compact
 from vecroute.ops.checks import check_choice
 
 __all__ = [
+    "CHOOSING",
     "HEADS",
     "AttentivePool",
     "FirstPosition",
@@ -49,6 +50,10 @@ HEADS: dict[str, Callable[..., nn.Module]] = {
     "pma": PoolingHead.pma,
     "hopfield": PoolingHead.hopfield,
 }
+
+# Those that choose among the vectors, and learn more where training leaves some out; the others take means,
+# or one position.
+CHOOSING = ("routing", "wide", "paper", "probe", "probe_4", "pma", "hopfield")
 
 
 def make_head(name: str, *, seed: int, **options: Any) -> nn.Module:
