@@ -32,7 +32,7 @@ ROWS = [
     },
     {"training", "sampling", "progress", "labels", "tables", "images", "heads", "encoders", "distributed"},
     {"classifier", "pretrained", "evaluation", "compare", "explain"},
-    {"cli", "serve", "demo", "__main__"},
+    {"cli", "serve", "demo", "demo_images", "__main__"},
 ]
 ROW = {module: number for number, row in enumerate(ROWS) for module in row}
 

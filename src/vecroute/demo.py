@@ -3,9 +3,10 @@
 import json
 import logging
 import time
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
@@ -13,8 +14,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
-from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
-from sklearn.pipeline import make_pipeline  # type: ignore[import-untyped]
+from sklearn.model_selection import (  # type: ignore[import-untyped]
+    GridSearchCV,
+    StratifiedShuffleSplit,
+    train_test_split,
+)
+from sklearn.pipeline import Pipeline  # type: ignore[import-untyped]
 from sklearn.preprocessing import StandardScaler  # type: ignore[import-untyped]
 
 from vecroute.classifier import RoutingClassifier
@@ -25,7 +30,13 @@ logger = logging.getLogger(__name__)
 
 TEST_FRACTION, SEED, EXAMPLES, EPOCHS = 0.2, 0, 4, 6
 ROUTING = "routing of every hidden state"
-LAST, EVERY = "logistic regression, mean of the last layer", "logistic regression, means of every layer"
+
+
+class Samples(NamedTuple):
+    """Texts or images, and the label of each."""
+
+    items: list[Any]
+    labels: list[str]
 
 
 def sentence_polarity() -> pd.DataFrame:
@@ -44,12 +55,15 @@ def run(out: Path) -> None:
     console, table = Console(), sentence_polarity()
     train, test = train_test_split(table, test_size=TEST_FRACTION, random_state=SEED, stratify=table["label"])
     console.print(f"{len(train)} sentences of film reviews to learn from, {len(test)} held out.")
-    classifier, results = fitted(out, train, test)
-    show_results(console, results)
-    test_texts = test["text"].tolist()
-    chosen = np.random.default_rng(SEED).choice(len(test_texts), EXAMPLES, replace=False)
-    explanations = classifier.explain([test_texts[k] for k in chosen])
-    for why, truth in zip(explanations, test["label"].iloc[chosen], strict=True):
+    train, test = (Samples(part["text"].tolist(), part["label"].tolist()) for part in (train, test))
+    # The wide head: with as many texts as these it is better than the default one, for more work.
+    new = RoutingClassifier("minilm", head="wide", lr=1e-3, max_epochs=EPOCHS)
+    about = {"text column": "text", "label column": "label"}
+    classifier, results = fitted(out, new, train, test, about=about)
+    show_results(console, results, "sentences")
+    chosen = np.random.default_rng(SEED).choice(len(test.items), EXAMPLES, replace=False)
+    explanations = classifier.explain([test.items[k] for k in chosen])
+    for why, truth in zip(explanations, [test.labels[k] for k in chosen], strict=True):
         console.print()
         console.print(f"[bold]{truth}[/bold] review:", highlight=False)
         console.print(why.margin())
@@ -62,48 +76,70 @@ def run(out: Path) -> None:
     console.print(f'Try: vecroute explain {out / "model"} "a gorgeous, witty, seductive movie"', markup=False)
 
 
-def fitted(out: Path, train: pd.DataFrame, test: pd.DataFrame) -> tuple[RoutingClassifier, dict[str, Any]]:
-    """The classifier and what was measured, from an earlier run if it is there."""
+def fitted(
+    out: Path,
+    new: RoutingClassifier,
+    train: Samples,
+    test: Samples,
+    *,
+    strengths: Sequence[float] = (0.01,),
+    about: dict[str, Any] | None = None,
+) -> tuple[RoutingClassifier, dict[str, Any]]:
+    """The classifier, fitted, and what was measured; both from an earlier run if they are there.
+
+    Args:
+        out: folder for both.
+        new: the classifier to fit.
+        train, test: what to fit and to measure it on.
+        strengths: see ``baselines``.
+        about: to remember with the classifier.
+    """
     model, measured = out / "model", out / "results.json"
     if model.exists() and measured.exists():
         return RoutingClassifier.from_pretrained(model), json.loads(measured.read_text())
     out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    # The wide head: with as many texts as these it is better than the default one, for more work.
-    classifier = RoutingClassifier(
-        "minilm", head="wide", lr=1e-3, max_epochs=EPOCHS, checkpoint=out / "checkpoint"
-    )
-    classifier.fit(train["text"], train["label"])
+    classifier = new.set_params(checkpoint=out / "checkpoint").fit(*train)
     minutes = (time.monotonic() - start) / 60
-    result = evaluate(test["label"], classifier.classes_, classifier.predict_proba(test["text"]))
-    accuracies = {ROUTING: result["accuracy"]} | baselines(classifier, train, test)
-    results = {"accuracies": accuracies, "minutes": minutes, "n_train": len(train), "measures": result}
-    about = {"text column": "text", "label column": "label", "test accuracy": round(result["accuracy"], 4)}
+    result = evaluate(test.labels, classifier.classes_, classifier.predict_proba(test.items))
+    accuracies = {ROUTING: result["accuracy"]} | baselines(classifier, train, test, strengths)
+    results = {"accuracies": accuracies, "minutes": minutes, "n_train": len(train.items), "measures": result}
+    about = {**(about or {}), "test accuracy": round(result["accuracy"], 4)}
     classifier.save_pretrained(model, overwrite=True, about=about)
     measured.write_text(json.dumps(results, indent=2))
     return classifier, results
 
 
-def baselines(classifier: RoutingClassifier, train: pd.DataFrame, test: pd.DataFrame) -> dict[str, float]:
-    """Accuracy of logistic regression on means over positions, same encoder, same split."""
+def baselines(
+    classifier: RoutingClassifier, train: Samples, test: Samples, strengths: Sequence[float]
+) -> dict[str, float]:
+    """Accuracy of logistic regression on means over tokens or patches, same encoder, same split.
+
+    Of several strengths C that is used which is best on a tenth of the training samples.
+    """
     encoder = classifier.encoder_
-    cache = classifier._open_cache(encoder)
+    cache, n_special = classifier._open_cache(encoder), getattr(encoder, "n_special", 0)  # [CLS] is no patch
     means = []
-    for table in (train, test):
-        features = Features(encoder, table["text"].tolist(), cache)
+    for samples in (train, test):
+        features = Features(encoder, samples.items, cache)
         features.prepare()
-        rows = [features.batch([k])[0][0].mean(0) for k in range(len(features))]  # [depth, d_emb] each
+        rows = [features.batch([k])[0][0, n_special:].mean(0) for k in range(len(features))]  # [depth, d_emb]
         means.append(torch.stack(rows).numpy())  # [n, depth, d_emb]
-    found = {}
-    for name, levels in ((LAST, slice(-1, None)), (EVERY, slice(None))):
+    found, mean = {}, "mean patch" if n_special else "mean"
+    for name, levels in (("the last layer", slice(-1, None)), ("every layer", slice(None))):
         x_train, x_test = (x[:, levels].reshape(len(x), -1) for x in means)  # [n, levels * d_emb]
-        regression = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=1000))
-        found[name] = float(regression.fit(x_train, train["label"]).score(x_test, test["label"]))
+        steps = [("scale", StandardScaler()), ("regress", LogisticRegression(C=strengths[0], max_iter=1000))]
+        regression = Pipeline(steps)
+        if len(strengths) > 1:
+            tenth = StratifiedShuffleSplit(1, test_size=0.1, random_state=SEED)
+            regression = GridSearchCV(regression, {"regress__C": list(strengths)}, cv=tenth)
+        accuracy = regression.fit(x_train, train.labels).score(x_test, test.labels)
+        found[f"logistic regression, {mean} of {name}"] = float(accuracy)
     return found
 
 
-def show_results(console: Console, results: dict[str, Any]) -> None:
-    table = Table("same encoder, same sentences", "held-out accuracy", box=None)
+def show_results(console: Console, results: dict[str, Any], samples: str) -> None:
+    table = Table(f"same encoder, same {samples}", "held-out accuracy", box=None)
     for name, accuracy in results["accuracies"].items():
         table.add_row(name, f"{accuracy:.1%}", style="bold" if name == ROUTING else "")
     console.print(table)

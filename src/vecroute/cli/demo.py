@@ -10,10 +10,16 @@ from vecroute.cli.common import app, told
 
 @app.command(epilog="Example: vecroute demo --out demo/")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the model and the report.")] = Path("demo"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the model and the report: demo, or demo-images.")
+    ] = None,
+    images: Annotated[bool, typer.Option("--images", help="Shapes drawn on photos instead.")] = False,
 ) -> None:
     """Fit film review sentences, compare with logistic regression, and explain a few of them."""
-    from vecroute.demo import run
+    from vecroute import demo, demo_images
 
     with told():
-        run(out)
+        if images:
+            demo_images.run(out or Path("demo-images"))
+        else:
+            demo.run(out or Path("demo"))
