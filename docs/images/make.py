@@ -1,6 +1,7 @@
-"""Makes the images of the README: pages of the demo's classifier of film reviews, photographed in Chromium.
+"""Makes the images of the README: pages of the demos' classifiers, photographed in Chromium.
 
     make demo
+    vecroute demo --images
     python docs/images/make.py
 
 Needs the extras demo, serve and browser, and chromium.
@@ -53,23 +54,23 @@ def served(model: Path) -> Iterator[str]:
             process.terminate()
 
 
-def photograph(page: Any, name: str, height: int | None = None) -> None:
+def photograph(page: Any, name: str, height: int | None = None, colours: int = COLOURS) -> None:
     """A picture of the page from its top, as high as the page or so many pixels, with few colours."""
     whole = Image.open(io.BytesIO(page.screenshot(full_page=True)))
     whole = whole.crop((0, 0, whole.width, min(height or whole.height, whole.height)))
-    few = whole.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    keep(whole, name, colours)
+
+
+def keep(image: Image.Image, name: str, colours: int) -> None:
+    few = image.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
     few.save(HERE / f"{name}.png", optimize=True)
     print(HERE / f"{name}.png", few.size, (HERE / f"{name}.png").stat().st_size)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--demo", type=Path, default=Path("demo"), help="folder that `make demo` wrote")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        model = options.demo / "model"
+def make_texts(playwright: Any, demo: Path) -> None:
+    """The pages about texts."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = demo / "model"
         classifier = RoutingClassifier.from_pretrained(model)
         why, on_data = Path(folder) / "why.html", Path(folder) / "report.html"
         classifier.explain(TEXT).to_html(why)
@@ -91,6 +92,37 @@ def main() -> None:
             page.hover("#result-a span:text-is('witty')")
             photograph(page, "page", 760)
         browser.close()
+
+
+def make_images(playwright: Any, demo: Path) -> None:
+    """The maps of the demo, of the first held-out image of each shape, and the page with one of these."""
+    with Image.open(demo / "maps.png") as maps:
+        keep(maps, "maps", 256)
+    browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+    page = browser.new_page(viewport={"width": 1100, "height": 900})
+    with served(demo / "model") as address:
+        page.goto(address)
+        page.set_input_files("#file", next(iter(sorted((demo / "images/test/star").glob("*.png")))))
+        page.wait_for_selector("#result-a h2")
+        tables = page.locator("#result-a .columns").bounding_box()
+        photograph(page, "image-page", round(tables["y"]), colours=256)
+    browser.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--demo", type=Path, default=Path("demo"), help="folder that `make demo` wrote")
+    add("--demo-images", type=Path, default=Path("demo-images"), help="that `vecroute demo --images` wrote")
+    add("--only", choices=["texts", "images"], help="all if left out")
+    options = parser.parse_args()
+    with sync_playwright() as playwright:
+        if options.only != "images":
+            make_texts(playwright, options.demo)
+        if options.only != "texts":
+            make_images(playwright, options.demo_images)
 
 
 if __name__ == "__main__":
