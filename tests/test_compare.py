@@ -12,6 +12,7 @@ from tiny_models import save_tiny
 import vecroute as vr
 from vecroute.cli import main
 from vecroute.compare import compare, paired_test
+from vecroute.encoders import TextEncoder
 from vecroute.heads import HEADS
 
 
@@ -63,6 +64,36 @@ def test_every_head_can_be_fitted_saved_and_read(tiny, tmp_path):
         classifier.explain("good")
 
 
+@pytest.mark.parametrize("share", ["kept out", "given"])
+def test_each_text_is_encoded_once_for_all_heads_and_seeds(tiny, tmp_path, monkeypatch, share):
+    encoded, encode = [], TextEncoder._run
+
+    def run(self, chunks, keep):
+        encoded.extend(self.tokenizer.decode(chunk, skip_special_tokens=True) for chunk in chunks)
+        return encode(self, chunks, keep)
+
+    monkeypatch.setattr(TextEncoder, "_run", run)
+    others = ["a good film", "a dull movie", TEXTS[0]]
+    test = None if share == "kept out" else (others, ["pos", "neg", LABELS[0]])
+    options = {"seeds": 2, "encoder": tiny, "max_epochs": 1, "cache": tmp_path}
+    compare(TEXTS, LABELS, ["mean_last", "cls"], test=test, **options)
+    assert sorted(encoded) == sorted({*TEXTS, *(others if test else [])})
+
+
+def test_what_is_tested_are_the_labels_predicted(tiny, monkeypatch):
+    fitted, fit, rows = [], vr.RoutingClassifier.fit, []
+    monkeypatch.setattr(vr.RoutingClassifier, "fit", lambda self, *given: fitted.append(fit(self, *given)))
+    numbers = [7 if label == "pos" else 3 for label in LABELS]
+    texts = [*TEXTS[::7], "the film is good " * 20]
+    truth = [*numbers[::7], 7]
+    # Without the cache there is no rounding to half precision.
+    options = {"encoder": tiny, "max_epochs": 3, "lr": 0.03, "cache": False, "step": rows.append} | WHOLE
+    compare(TEXTS, numbers, ["routing", "mean_all"], seeds=2, test=(texts, truth), **options)
+    accuracies = [np.mean(classifier.predict(texts) == truth) for classifier in fitted]
+    assert [row["accuracy"] for row in rows] == accuracies
+    assert len(set(accuracies)) > 1
+
+
 def test_texts_to_test_on_can_be_given(tiny):
     wrong = ["neg" if label == "pos" else "pos" for label in LABELS]
     options = {
@@ -91,6 +122,7 @@ def test_the_paired_test_knows_gains_from_chance():
     [
         ({"seeds": 0}, "seeds must be a positive int, got 0"),
         ({"heads": ["x"]}, "heads must be one of 'routing'"),
+        ({"test": (["a", "b"], [1])}, "test must have a label for each text, got 1 for 2 texts"),
     ],
 )
 def test_wrong_arguments(options, message):

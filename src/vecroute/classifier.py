@@ -3,20 +3,21 @@
 import functools
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
 from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 from torch import Tensor
 
 from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key
 from vecroute.encoders.loading import takes_images
-from vecroute.encoders.text import TextEncoder
+from vecroute.encoders.text import Batch, TextEncoder
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.image import explain_image
 from vecroute.explain.text import explain_text
@@ -158,14 +159,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         texts, task_labels, train_on, validate_on = self._samples(X, y, validation)
         recipe = self._recipe()
         accelerator = make_accelerator(self.device)
-        encoder = self._load_encoder(accelerator.device)
-        features = Features(encoder, texts, self._open_cache(encoder))
-        show = sys.stderr.isatty() if self.verbose is None else self.verbose
-        with progress_bar(show and accelerator.is_main_process, "hidden states", len(texts)) as bar:
-            features.prepare((accelerator.process_index, accelerator.num_processes), bar)
-        accelerator.wait_for_everyone()
-        if features.cache is not None:
-            features.cache.refresh()
+        features = self._features(texts, accelerator)
+        encoder = features.encoder
         head = self._new_head(encoder, len(task_labels.classes))
         task = Task(
             features,
@@ -177,7 +172,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             key=text_key("\0".join([encoder.key, *(t if isinstance(t, str) else t.key for t in texts)])),
         )
         checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
-        trained = train(head, task, recipe, checkpoint=checkpoint, accelerator=accelerator, show=show)
+        trained = train(head, task, recipe, checkpoint=checkpoint, accelerator=accelerator, show=self._show)
         if checkpoint is not None and accelerator.is_main_process:
             checkpoint.unlink(missing_ok=True)
         self.classes_ = task_labels.classes
@@ -297,6 +292,21 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         n, n_more = len(texts), len(more)
         return texts + more, labels, list(range(n)), list(range(n, n + n_more))
 
+    @property
+    def _show(self) -> bool:
+        return sys.stderr.isatty() if self.verbose is None else self.verbose
+
+    def _features(self, texts: list[Any], accelerator: Accelerator) -> Features:
+        """The hidden states of texts, each process having computed its share of what the cache lacked."""
+        encoder = self._load_encoder(accelerator.device)
+        features = Features(encoder, texts, self._open_cache(encoder))
+        with progress_bar(self._show and accelerator.is_main_process, "hidden states", len(texts)) as bar:
+            features.prepare((accelerator.process_index, accelerator.num_processes), bar)
+        accelerator.wait_for_everyone()
+        if features.cache is not None:
+            features.cache.refresh()
+        return features
+
     def _recipe(self) -> Recipe:
         given = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name != "seed"}
         for name in ("drop_inputs", "drop_features"):
@@ -356,17 +366,24 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
     @torch.inference_mode()
     def _scores(self, X: Any) -> Tensor:
         """The scores [n, n_cls] of texts in double precision, on the CPU."""
-        encoder, head = self._ready()
-        device, found = next(head.parameters()).device, []
+        encoder, _ = self._ready()
         samples: Any = (check_images if isinstance(encoder, VisionEncoder) else check_texts)(X)
+        found = []
         for texts in windows(samples):
-            scores = torch.empty(len(texts), len(self.classes_), device=device)  # [n, n_cls]
-            for batch in encoder.batches(encoder.tokenize(texts)):
-                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                    found_now = head(batch.hidden.to(device, torch.float32), batch.mask.to(device))
-                scores[batch.which] = found_now.float()
-            found.append(scores.cpu())
-        return torch.cat(found).double()
+            batches = encoder.batches(encoder.tokenize(texts))
+            found.append(self._scores_of(batches, len(texts)))  # [n, n_cls]
+        return torch.cat(found)  # [n, n_cls]
+
+    @torch.inference_mode()
+    def _scores_of(self, batches: Iterable[Batch], n: int) -> Tensor:
+        """The scores [n, n_cls] of n texts whose hidden states come in batches."""
+        device = next(self.head_.parameters()).device
+        scores = torch.empty(n, len(self.classes_), device=device)  # [n, n_cls]
+        for batch in batches:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                found = self.head_(batch.hidden.to(device, torch.float32), batch.mask.to(device))
+            scores[batch.which] = found.float()  # [b, n_cls]
+        return scores.cpu().double()
 
 
 @functools.lru_cache(maxsize=2)

@@ -23,7 +23,11 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per head, no table.")] = False,
     device: Device = None,
 ) -> None:
-    """Compare heads on a table of texts and labels: accuracy, spread, paired test, time, parameters."""
+    """Compare heads on a table of texts and labels: accuracy, spread, paired test, time, parameters.
+
+    All are trained alike, with hidden states and features dropped only for heads that choose among them, not
+    for means (mean_last, mean_all, scalar_mix) and the first position (cls).
+    """
     from vecroute.compare import compare as run
     from vecroute.compare import show
     from vecroute.heads import HEADS
