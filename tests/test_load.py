@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from served import TEXTS, served, tiny_classifier
+from served import TEXTS, served, tiny_classifier, tiny_image_classifier
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -57,7 +57,11 @@ def test_a_queue_that_overflows_loses_nothing(model):
     assert len(found.milliseconds) > 0
 
 
-def test_fuzzing_finds_no_error_of_the_server(model, tmp_path):
+@pytest.mark.parametrize("kind", ["texts", "images"])
+def test_fuzzing_finds_no_error_of_the_server(model, kind, tmp_path):
+    if kind == "images":
+        model = tmp_path / "model"
+        tiny_image_classifier(tmp_path / "encoder").save_pretrained(model)
     pytest.importorskip("schemathesis", reason="needs schemathesis: pip install 'vecroute[browser]'")
     checks = "not_a_server_error,response_schema_conformance,content_type_conformance"
     options = ["--checks", checks, "--max-examples", "200", "--seed", "1", "--no-color"]
