@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ class Picture:
         digest = hashlib.sha256(f"pixels {image.size}".encode() + image.tobytes())
         return cls(digest.hexdigest(), name, image)
 
-    @property
+    @cached_property
     def n_pixels(self) -> int:
         """How many pixels it has, by the header of its file."""
         if not isinstance(self.source, Path | bytes):

@@ -92,9 +92,11 @@ async def sent_image(request: Request) -> Picture:
         raise HTTPException(415, "the request must be an image: Content-Type image/png, image/jpeg, ...")
     data = await request.body()
     try:
-        return await run_in_threadpool(Picture.of, data)
+        picture = await run_in_threadpool(Picture.of, data)
+        await run_in_threadpool(lambda: picture.n_pixels)  # not while others wait for the event loop
     except ValueError as error:
         raise HTTPException(422, str(error)) from None
+    return picture
 
 
 def check_known(field: str, value: Any, known: list[Any]) -> None:
