@@ -15,7 +15,7 @@ def demo(
     ] = None,
     images: Annotated[bool, typer.Option("--images", help="Shapes drawn on photos instead.")] = False,
 ) -> None:
-    """Fit film review sentences, compare with logistic regression, and explain a few of them."""
+    """Fit film review sentences, or drawn images, compare with logistic regression, and explain a few."""
     from vecroute import demo, demo_images
 
     with told():
