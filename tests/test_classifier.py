@@ -245,7 +245,7 @@ def test_the_papers_head_and_options(tiny):
 
 @pytest.mark.parametrize("head", vr.heads.HEADS)
 def test_training_drops_inputs_and_features_only_for_heads_that_choose(tiny, head, monkeypatch):
-    """Means and the first position would but lose by it; what is asked for is done with any head."""
+    """Means and the first position have nothing to choose; what is asked for is done with any head."""
     shares, inputs, features = [], training.drop_inputs, training.drop_features
     monkeypatch.setattr(training, "drop_inputs", lambda *given: shares.append(given[2]) or inputs(*given))
     monkeypatch.setattr(training, "drop_features", lambda *given: shares.append(given[1]) or features(*given))

@@ -51,7 +51,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             shard_inputs: see ``vecroute.training.Recipe``.
         drop_inputs, drop_features: see there; None for 0.8 and 0.3 where the head chooses among the hidden
             states, and for 0 where it takes means or one position ("mean_last", "mean_all", "scalar_mix",
-            "cls"), which dropping would only harm.
+            "cls") and has nothing to choose.
         validation_fraction: of the texts, on which training is validated; 0 for none.
         class_weight: None, "balanced", or a dict by label.
         multi_label: whether a text may have any number of labels: y is then a collection of labels for each
