@@ -51,7 +51,7 @@ HEADS: dict[str, Callable[..., nn.Module]] = {
     "hopfield": PoolingHead.hopfield,
 }
 
-# Those that choose among the vectors, so that training leaves some out; the others take means or one position.
+# Those that choose among the vectors, of which training leaves some out; others take means or one position.
 CHOOSING = ("routing", "wide", "paper", "probe", "probe_4", "pma", "hopfield")
 
 
