@@ -300,7 +300,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         """The hidden states of texts, each process having computed its share of what the cache lacked."""
         encoder = self._load_encoder(accelerator.device)
         features = Features(encoder, texts, self._open_cache(encoder))
-        with progress_bar(self._show and accelerator.is_main_process, "hidden states", len(texts)) as bar:
+        show = self._show and accelerator.is_main_process
+        with progress_bar(show, "hidden states", len(set(texts))) as bar:
             features.prepare((accelerator.process_index, accelerator.num_processes), bar)
         accelerator.wait_for_everyone()
         if features.cache is not None:

@@ -22,7 +22,7 @@ def progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
         TextColumn("{task.fields[beside]}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(title, beside="", total=None)
+        task = progress.add_task(title, beside="", total=total)
 
         def update(done: int, **beside: str) -> None:
             told = "  ".join(f"{name.replace('_', ' ')} {value}" for name, value in beside.items())

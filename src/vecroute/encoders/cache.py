@@ -209,7 +209,7 @@ class Features:
 
         Args:
             share: (rank, number of processes) for each process to compute its part.
-            step: called with the number of texts done each time some are.
+            step: called with the number of texts that are there, of all processes, each time some come.
 
         Returns:
             For how many texts there is no room.
@@ -232,12 +232,13 @@ class Features:
                 room / 1e9,
                 len(missing) - fitting,
             )
-        own = missing[share[0] : fitting : share[1]]
+        own, there = missing[share[0] : fitting : share[1]], len(lengths) - len(missing)
         for group in windows([lengths[text] * size for text in own], WINDOW_BYTES):
             for k, hidden in self._encode([own[k] for k in group]):
                 self.cache.put(own[group[k]], hidden)
+            there += len(group) * share[1]  # the others are about as fast
             if step:
-                step(len(group))
+                step(min(there, len(lengths)))
         self.cache.flush()
         return len(missing) - fitting
 
