@@ -47,11 +47,13 @@ def test_paths_images_and_arrays_read_the_same(tmp_path, rgb, as_source):
         torch.from_numpy(COLOURS).permute(2, 0, 1),
         torch.from_numpy(COLOURS).permute(2, 0, 1) / 255,
         COLOURS / 255,
+        (torch.from_numpy(COLOURS).permute(2, 0, 1) / 255).bfloat16(),
         COLOURS.astype(np.uint16) * 257,
+        (COLOURS.astype(np.uint16) * 257).astype(">u2"),
         COLOURS > 0,
         np.concatenate([COLOURS, np.full((6, 10, 1), 255, np.uint8)], 2),
     ],
-    ids=["tensor", "float tensor", "floats", "uint16", "bool", "alpha"],
+    ids=["tensor", "float tensor", "floats", "bfloat16", "uint16", "big-endian", "bool", "alpha"],
 )
 def test_arrays_of_every_type(source):
     np.testing.assert_array_equal(pixels(source), COLOURS)
@@ -86,6 +88,11 @@ def test_sixteen_bits_are_scaled_and_not_cut_off(tmp_path):
     expected = np.repeat(np.round(grey / 257).astype(np.uint8)[..., None], 3, 2)
     for name in ("a.png", "a.tif"):
         np.testing.assert_array_equal(pixels(saved(tmp_path / name, Image.fromarray(grey))), expected)
+    pgm = tmp_path / "a.pgm"
+    pgm.write_bytes(b"P5 10 6 65535\n" + grey.astype(">u2").tobytes())
+    np.testing.assert_array_equal(pixels(pgm), expected)
+    other_order = Image.frombytes("I;16B", (10, 6), grey.astype(">u2").tobytes())
+    np.testing.assert_array_equal(pixels(other_order), expected)
 
 
 def test_transparency_is_over_white(tmp_path):
@@ -212,6 +219,7 @@ def test_decompression_bombs_are_refused_by_their_header(tmp_path, width, height
         (np.full((4, 4), 300, np.int64), ValueError, "got int64 from 300 to 300"),
         (np.full((4, 4), 1.5), ValueError, "floats from 0 to 1, got float64 from 1.5 to 1.5"),
         (np.full((4, 4), np.nan), ValueError, "got float64 from nan to nan"),
+        (np.full((4, 4), "a"), TypeError, "image 0 of X must be uint8, .* got <U1"),
         (3, TypeError, "image 0 of X must be a path, a PIL image or an array, got int"),
         (None, TypeError, "got NoneType"),
     ],

@@ -136,8 +136,8 @@ def image_files(folder: str | os.PathLike) -> list[Path]:
         ValueError: there are none.
     """
     files = list(files_in(Path(folder)))
-    found = [path for path in files if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")]
-    skipped = [path for path in files if path not in set(found)]
+    found = [path for path in files if called_image(path)]
+    skipped = [path for path in files if not called_image(path)]
     if skipped:
         logger.warning("%d files of %s are left out: %s", len(skipped), folder, listed(skipped))
     if not found:
@@ -161,7 +161,7 @@ def read_folder(folder: str | os.PathLike) -> Folder:
     paths, labels, skipped, broken = [], [], [], []
     for path in files_in(root):
         inside = path.relative_to(root).parts
-        if len(inside) < 2 or path.suffix.lower() not in SUFFIXES or inside[-1].startswith("."):
+        if len(inside) < 2 or not called_image(path):
             skipped.append(path)
             continue
         try:
@@ -187,6 +187,10 @@ def files_in(root: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(root):
         folders.sort()
         yield from (Path(place) / file for file in sorted(files))
+
+
+def called_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
 def listed(paths: Sequence[Path]) -> str:
@@ -252,7 +256,10 @@ def decoded(image: Any, name: str) -> Any:
     except Exception as error:  # as above
         raise ValueError(f"{name} is damaged or truncated: {error}") from error
     if upright.mode.startswith("I") or upright.mode == "F":
-        return from_array(np.asarray(upright), name)
+        values = np.asarray(upright)  # [height, width]
+        # The 16 bits of a PGM file come in integers of 32.
+        widened = image.format == "PPM" and upright.mode == "I"
+        return from_array(values.astype(np.uint16) if widened else values, name)
     if upright.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in upright.info:
         colours = upright.convert("RGBA")
         white = require("PIL.Image", "images").new("RGBA", colours.size, "white")
@@ -268,9 +275,8 @@ def from_array(values: Any, name: str) -> Any:
     """
     if isinstance(values, Tensor):
         values = values.detach().cpu()
-        values = (
-            values.permute(1, 2, 0) if values.dim() == 3 else values
-        ).numpy()  # [height, width, 1, 3 or 4]
+        values = values.float() if values.is_floating_point() else values  # NumPy has no bfloat16
+        values = values.permute(1, 2, 0) if values.dim() == 3 else values  # [height, width, 1, 3 or 4]
     array = np.asarray(values)
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
         expected = "[height, width] or [height, width, 1, 3 or 4]"
@@ -282,14 +288,16 @@ def from_array(values: Any, name: str) -> Any:
 
 def as_bytes(array: np.ndarray, name: str) -> np.ndarray:
     """An array as uint8, 0 to 255, from the whole range of its type."""
+    expected = "uint8, uint16, bool, or floats from 0 to 1"
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     if array.dtype == np.bool_:
         return array * np.uint8(255)
-    low, high = array.min(), array.max()
-    if array.dtype == np.uint16:
+    if array.dtype.newbyteorder("=") == np.uint16:  # TIFF files have either order
         return np.round(array / 257).astype(np.uint8)
+    if not np.issubdtype(array.dtype, np.number):
+        raise TypeError(f"{name} must be {expected}, got {array.dtype}")
+    low, high = array.min(), array.max()
     if np.issubdtype(array.dtype, np.floating) and low >= 0 and high <= 1:
         return np.round(array * 255).astype(np.uint8)
-    expected = "uint8, uint16, bool, or floats from 0 to 1"
     raise ValueError(f"{name} must be {expected}, got {array.dtype} from {low} to {high}")
