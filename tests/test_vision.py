@@ -189,6 +189,8 @@ def test_the_key_changes_with_weights_and_processor(vit, tmp_path):
         ({"size": {"shortest_edge": 16}}, "images of different shapes become"),
         ({"size": {"height": 20, "width": 20}}, "does not take what its image processor makes"),
         ({"size": {"shortest_edge": 16, "longest_edge": 20}}, "it resizes to"),
+        ({"size": {"longest_edge": 20}}, "it resizes to"),
+        ({"do_pad": True}, "it pads"),
         ({"do_resize": False}, "images of different shapes become"),
     ],
 )

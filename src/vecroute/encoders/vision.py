@@ -209,24 +209,23 @@ class VisionEncoder:
         Raises:
             ValueError: it depends on the image, or it does more than to resize and to cut out the middle.
         """
-        config, problem = self.processor.to_dict(), ""
+        config = self.processor.to_dict()
+        expected = "must resize and cut out the middle, so that all images have one size"
+        mistake = f"the image processor of {self.name} {expected}; "
         wanted = {name for name, value in (config.get("size") or {}).items() if value}
         if config.get("do_resize") and wanted not in ({"shortest_edge"}, {"height", "width"}):
-            problem = f"it resizes to {config.get('size')}"
-        elif config.get("do_pad"):
-            problem = "it pads"
-        made = [self.pixels([Picture.of(torch.zeros(3, *size))]).shape[-2:] for size in ((40, 60), (60, 60))]
-        crop = config.get("crop_size") if config.get("do_center_crop") else config.get("size")
-        if not problem and made[0] != made[1]:
-            problem = f"images of different shapes become {list(made[0])} and {list(made[1])}"
-        elif not problem and [(crop or {}).get(side) for side in ("height", "width")] != list(made[0]):
-            problem = f"it makes images {list(made[0])} in a way that is not known"
-        if problem:
-            raise ValueError(
-                f"the image processor of {self.name} must resize and cut out the middle, so that all images "
-                f"have one size; {problem}"
-            )
-        return made[0][0], made[0][1]
+            raise ValueError(f"{mistake}it resizes to {config.get('size')}")
+        if config.get("do_pad"):
+            raise ValueError(f"{mistake}it pads")
+        first, second = (
+            list(self.pixels([Picture.of(torch.zeros(3, *size))]).shape[-2:]) for size in ((40, 60), (60, 60))
+        )
+        if first != second:
+            raise ValueError(f"{mistake}images of different shapes become {first} and {second}")
+        crop = (config.get("crop_size") if config.get("do_center_crop") else config.get("size")) or {}
+        if [crop.get("height"), crop.get("width")] != first:
+            raise ValueError(f"{mistake}it makes images {first} in a way that is not known")
+        return first[0], first[1]
 
     def _check_patches(self) -> tuple[tuple[int, int], int, Sequence[Tensor]]:
         """Rows and columns of patches, how many special tokens there are, and hidden states of some image.
