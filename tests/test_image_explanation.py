@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vecroute as vr
 from vecroute.encoders import VisionEncoder
 from vecroute.explain.image import ImageExplanation, explain_hidden, explain_image
-from vecroute.explain.image_html import fragment, page
+from vecroute.explain.image_html import fragment, page, size_on_page
 from vecroute.images import Picture
 
 
@@ -188,10 +188,11 @@ class TestRegions:
             ),
             (np.zeros((3, 4)), "regions must be integers.*float64"),
             (0, "regions must be a positive int, got 0"),
+            (2.7, r"regions must be a positive int, got 2.7 \(float\)"),
         ],
     )
     def test_other_regions_are_refused(self, regions, message):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             explain().aggregate("region", regions=regions)
 
     def test_other_units_and_names_are_refused(self):
@@ -371,6 +372,15 @@ class TestPages:
         count = [sum(e.name == "script" for e in p.every) for p in (plain, parsed)]
         assert count == [0, 0]
         assert not any(name.startswith("on") for e in parsed.every for name in e.attributes)
+
+    def test_images_of_any_shape_have_a_place_on_the_page(self):
+        assert size_on_page((80, 60), 400) == (400, 300)
+        assert size_on_page((300, 600), 400) == (400, 800)
+        assert size_on_page((1, 3000), 400) == (1, 800)
+        assert size_on_page((3000, 1), 400) == (400, 1)
+        parsed = Parser(page(explain(size=(1, 3000))))
+        heights = [int(e.attributes["height"]) for e in parsed.root.all("svg", **{"class": "overlay"})]
+        assert 0 < max(heights) < 1000
 
     def test_many_fragments_can_share_a_notebook(self):
         ids = [

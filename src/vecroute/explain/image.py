@@ -97,10 +97,8 @@ class ImageExplanation(Explanation):
             raise ValueError(f"aggregate needs the explanation of patches, this is one of {self.unit}s")
         mask = np.asarray(regions)
         if mask.ndim == 0:
-            region = self.superpixels(int(mask))  # [rows, columns]
-        else:
-            region = region_of_tiles(mask, self.tiles, self.size)  # [rows, columns]
-        return self._by_region(region, names)
+            return self._by_region(self.superpixels(regions), names)
+        return self._by_region(region_of_tiles(mask, self.tiles, self.size), names)
 
     def superpixels(self, n: int = N_REGIONS) -> np.ndarray:
         """[rows, columns] the region of each patch: n connected regions of patches of similar colours."""

@@ -52,15 +52,14 @@ def content(
         outputs = [explanation.output_names[j] for j in best]
     grids = [explanation.grid(name) for name in outputs]  # [rows, columns] each
     largest = max(float(abs(grid).max()) for grid in grids)
-    width, height = explanation.size
     return {
         "prefix": prefix,
         "title": caption(explanation.text, 60),
         "unit": rows.unit,
         "n_outputs": len(explanation.output_names),
         "image": data_uri(explanation.image),
-        "size": (width, height),
-        "shown": (WIDTH, round(WIDTH * height / width)),
+        "size": explanation.size,
+        "shown": size_on_page(explanation.size, WIDTH),
         "map_size": (CELL * explanation.cells.shape[1], CELL * explanation.cells.shape[0]),
         "outline": outline(rows),
         "labels": labels(rows),
@@ -70,6 +69,12 @@ def content(
             for name, grid in zip(outputs[:2], grids, strict=False)
         ],
     }
+
+
+def size_on_page(size: Sequence[int], most: int) -> tuple[int, int]:
+    """Width and height that an image is drawn in: so wide, less where it would be more than twice as high."""
+    scale = min(most / size[0], 2 * most / size[1])
+    return max(1, round(scale * size[0])), max(1, round(scale * size[1]))
 
 
 def data_uri(image: np.ndarray) -> str:

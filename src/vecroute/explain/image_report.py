@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vecroute.explain.html import STYLE, environment
-from vecroute.explain.image_html import data_uri, labels, outline, tiles
+from vecroute.explain.image_html import data_uri, labels, outline, size_on_page, tiles
 from vecroute.explain.report import N_WRONG, depth_shares, measured, sample_case
 from vecroute.images import check_images
 from vecroute.storage import require
@@ -64,12 +64,11 @@ def case_of(
     """An image and why: what decided for the predicted class, by region and by patch."""
     margin = why.margin(predicted)
     rows, grid = margin.aggregate("region"), margin.grid()  # [rows, columns]
-    width, height = why.size
     return sample_case(rows, truth, predicted, confidence) | {
         "id": name,
         "image": data_uri(smaller(why.image)),
         "size": why.size,
-        "shown": (WIDTH, round(WIDTH * height / width)),
+        "shown": size_on_page(why.size, WIDTH),
         "outline": outline(rows),
         "labels": labels(rows),
         "tiles": tiles(margin, grid, float(abs(grid).max())),
