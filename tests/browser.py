@@ -34,6 +34,17 @@ def browsing(profile: Path, path: str) -> Iterator:
         context.close()
 
 
+@contextlib.contextmanager
+def fresh(page, address: str) -> Iterator:
+    """The page of a server, fresh; in the end nothing went wrong and no request left the machine."""
+    for found in page.seen.values():
+        found.clear()
+    page.goto(address)
+    yield page
+    assert page.seen["wrong"] == []
+    assert {url for url in page.seen["requests"] if not url.startswith((address, "blob:"))} == set()
+
+
 def watch(page) -> dict[str, list[str]]:
     """What goes wrong in a page, and where its requests go, from now on."""
     seen: dict[str, list[str]] = {"wrong": [], "requests": []}

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from browser import browsing, chromium
+from browser import browsing, chromium, fresh
 from explanations import HOSTILE, explain
 from served import served, tiny_classifier
 
@@ -37,13 +37,8 @@ def open_page(tmp_path_factory):
 
 @pytest.fixture
 def page(open_page, address):
-    """The page of the server, fresh; in the end nothing went wrong and no request left the machine."""
-    for found in open_page.seen.values():
-        found.clear()
-    open_page.goto(address)
-    yield open_page
-    assert open_page.seen["wrong"] == []
-    assert {url for url in open_page.seen["requests"] if not url.startswith((address, "blob:"))} == set()
+    with fresh(open_page, address) as page:
+        yield page
 
 
 def answer(page, action):

@@ -5,7 +5,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from browser import browsing, chromium
+from browser import browsing, chromium, fresh
 from PIL import Image
 from served import photo, served, tiny_image_classifier
 from test_browser import check_sums
@@ -37,14 +37,9 @@ def open_page(tmp_path_factory):
 
 @pytest.fixture
 def page(open_page, address):
-    """The page of the server, fresh; in the end nothing went wrong and no request left the machine."""
-    for found in open_page.seen.values():
-        found.clear()
-    open_page.goto(address)
-    open_page.wait_for_selector("#units input")
-    yield open_page
-    assert open_page.seen["wrong"] == []
-    assert {url for url in open_page.seen["requests"] if not url.startswith((address, "blob:"))} == set()
+    with fresh(open_page, address) as page:
+        page.wait_for_selector("#units input")
+        yield page
 
 
 @pytest.fixture
@@ -81,6 +76,8 @@ def test_an_image_shows_the_prediction_and_its_patches(page, file, classifier):
     rect = page.locator("#result-a .overlay rect").nth(k)
     assert rect.get_attribute("class") == ("p9" if strongest["value"] > 0 else "n9")
     assert rect.locator("title").text_content().startswith(strongest["piece"])
+    maps = np.array(found["maps"])  # [depth, rows, columns]
+    assert page.locator(".depths .dash").count() == (maps < -abs(maps).max() / 4).sum() > 0
     box = page.locator("#result-a canvas").first.bounding_box()
     assert box["height"] / box["width"] == pytest.approx(60 / 40, rel=0.02)
     check_sums(page)

@@ -2,8 +2,6 @@
 
 import base64
 import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from pages import Parser
 from PIL import Image
 from served import check_sums, photo, tiny_image_classifier
 from starlette.testclient import TestClient
+from test_images import png_of_size
 
 from vecroute import serve
 from vecroute.explain.image import ImageExplanation
@@ -26,17 +25,6 @@ def file_of(image: Image.Image, kind: str = "png", **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def png_of_size(width: int, height: int) -> bytes:
-    """A PNG file whose header promises so many pixels, and that has none of them."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
-    parts = [
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 IMAGE = photo("red", 100)
@@ -169,9 +157,7 @@ FILES = [DATA, *(file_of(IMAGE, kind) for kind in ("jpeg", "gif", "webp", "tiff"
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.sampled_from(
-        [DATA, *(file_of(IMAGE, kind) for kind in ("jpeg", "gif", "webp", "tiff", "bmp", "ppm"))]
-    ),
+    st.sampled_from(FILES),
     st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=5),
     st.integers(1, 10_000),
 )

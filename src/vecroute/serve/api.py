@@ -47,9 +47,7 @@ def add_api(app: FastAPI, answers: Answers, ask: Callable[..., Awaitable[Any]]) 
     @app.post("/explain", response_model=schemas.Explained, responses=PROBLEMS)
     async def explain(asked: schemas.ExplainRequest) -> Response:
         """What each part of a text adds to the score of a class."""
-        for field in ("output", "against"):
-            check_known(field, getattr(asked, field), answers.names)
-        check_known("depth", asked.depth, answers.classifier.encoder_.depths)
+        check_choice(asked, answers)
         return as_json(await ask(Explain(**asked.model_dump())))
 
     @app.post("/page", response_class=Response, responses=PROBLEMS | {200: {"content": {"text/html": {}}}})
@@ -71,9 +69,7 @@ def add_image_api(app: FastAPI, answers: Answers, ask: Callable[..., Awaitable[A
     @app.post("/explain", response_model=schemas.ImageExplained, **taken)
     async def explain(request: Request, asked: Annotated[schemas.ImageExplainQuery, Query()]) -> Response:
         """What each part of an image adds to the score of a class."""
-        for field in ("output", "against"):
-            check_known(field, getattr(asked, field), answers.names)
-        check_known("depth", asked.depth, answers.classifier.encoder_.depths)
+        check_choice(asked, answers)
         return as_json(await ask(Explain(await sent_image(request), **asked.model_dump())))
 
     page_taken: dict[str, Any] = taken | {"responses": IMAGE_PROBLEMS | {200: {"content": {"text/html": {}}}}}
@@ -99,9 +95,13 @@ async def sent_image(request: Request) -> Picture:
     return picture
 
 
-def check_known(field: str, value: Any, known: list[Any]) -> None:
-    if value is not None and value not in known:
-        raise HTTPException(422, f"{field} must be one of {json.dumps(known)}")
+def check_choice(asked: schemas.Choice, answers: Answers) -> None:
+    """Raise for a class or a depth that there is not."""
+    known = {"output": answers.names, "against": answers.names, "depth": answers.classifier.encoder_.depths}
+    for field, values in known.items():
+        value = getattr(asked, field)
+        if value is not None and value not in values:
+            raise HTTPException(422, f"{field} must be one of {json.dumps(values)}")
 
 
 def as_json(answer: Any) -> Response:

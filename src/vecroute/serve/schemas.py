@@ -21,15 +21,20 @@ class PredictRequest(Asked):
     text: Text
 
 
-class ExplainRequest(Asked):
-    text: Text
+class Choice(Asked):
+    """What is explained, of a text or of an image."""
+
     output: str | None = Field(None, description="The class to explain; the predicted one if left out.")
     against: str | None = Field(None, description="A class to subtract: what decides between the two.")
     margin: bool = Field(False, description="Subtract the likeliest other class, if no other is given.")
-    unit: Unit = Field("word", description="What contributions are summed over.")
     depth: int | None = Field(
         None, description="The contributions of one hidden state alone, 0 for the embeddings; else of all."
     )
+
+
+class ExplainRequest(Choice):
+    text: Text
+    unit: Unit = Field("word", description="What contributions are summed over.")
 
 
 class SaveRequest(Asked):
@@ -41,13 +46,7 @@ class ImageQuery(Asked):
     unit: ImageUnit = Field("region", description="What contributions are summed over.")
 
 
-class ImageExplainQuery(ImageQuery):
-    output: str | None = Field(None, description="The class to explain; the predicted one if left out.")
-    against: str | None = Field(None, description="A class to subtract: what decides between the two.")
-    margin: bool = Field(False, description="Subtract the likeliest other class, if no other is given.")
-    depth: int | None = Field(
-        None, description="The contributions of one hidden state alone, 0 for the embeddings; else of all."
-    )
+class ImageExplainQuery(Choice, ImageQuery):
     thumbnail: bool = Field(False, description="Send a small copy of the image, upright and in RGB.")
 
 
@@ -105,15 +104,18 @@ class Shown(Account):
     segments: list[Segment] = Field(description="The text from end to end, control characters written out.")
 
 
-class Explained(Prediction):
+class Decided(Prediction):
     """score = base + sum of the values of the parts."""
 
     output: str
     against: str | None
     score: float = Field(description="Of the output, less that of the class that it is explained against.")
     base: float
-    unit: Unit
     depth: int | None
+
+
+class Explained(Decided):
+    unit: Unit
     parts: list[Part]
     shown: Shown
 
@@ -130,15 +132,8 @@ class Patch(BaseModel):
     part: int | None = Field(description="Which of the parts it belongs to.")
 
 
-class ImageExplained(Prediction):
-    """score = base + sum of the values of the parts."""
-
-    output: str
-    against: str | None
-    score: float = Field(description="Of the output, less that of the class that it is explained against.")
-    base: float
+class ImageExplained(Decided):
     unit: ImageUnit
-    depth: int | None
     size: list[int] = Field(description="Width and height of the image, upright.")
     grid: list[int] = Field(description="Rows and columns of patches.")
     parts: list[ImagePart]

@@ -35,7 +35,11 @@ async function post(path, query, signal) {
 async function explain(classes, signal) {
   const query = { ...classes, unit: at("form").elements.unit.value, depth: chosen("depth"), thumbnail: bitmap === null };
   const answer = await (await post("/explain", query, signal)).json();
-  if (answer.image) bitmap = await decoded(answer.image);
+  if (answer.image) {
+    const made = await decoded(answer.image);
+    signal.throwIfAborted(); // another image was chosen meanwhile
+    bitmap = made;
+  }
   answer.depthName = at("depth").selectedOptions[0].textContent;
   return answer;
 }
@@ -152,6 +156,8 @@ function depthMaps({ maps, grid, depth }) {
       row.forEach((value, x) => {
         const kind = colour(value, largest);
         if (kind) drawing.append(element("path", { class: kind, d: `M${CELL * x} ${CELL * y}h${CELL - 1}v${CELL - 1}h-${CELL - 1}z` }));
+        // Not by colour alone: what lowers the score has a dash.
+        if (value < -largest / 4) drawing.append(element("path", { class: "dash", d: `M${CELL * x + 2} ${CELL * (y + 0.5) - 0.5}h3` }));
       }),
     );
     const pressed = depth === about.depth_numbers[k];
