@@ -1,7 +1,6 @@
 """The demo: film review sentences, a fitted classifier beside logistic regression, and a few explanations."""
 
 import json
-import logging
 import time
 from collections.abc import Sequence
 from importlib.resources import files
@@ -25,8 +24,7 @@ from sklearn.preprocessing import StandardScaler  # type: ignore[import-untyped]
 from vecroute.classifier import RoutingClassifier
 from vecroute.encoders.cache import Features
 from vecroute.evaluation import evaluate
-
-logger = logging.getLogger(__name__)
+from vecroute.storage import write_file
 
 TEST_FRACTION, SEED, EXAMPLES = 0.2, 0, 4
 ROUTING = "routing of every hidden state"
@@ -105,7 +103,7 @@ def fitted(
     results = {"accuracies": accuracies, "minutes": minutes, "n_train": len(train.items), "measures": result}
     about = {**(about or {}), "test accuracy": round(result["accuracy"], 4)}
     classifier.save_pretrained(model, overwrite=True, about=about)
-    measured.write_text(json.dumps(results, indent=2))
+    write_file(measured, json.dumps(results, indent=2).encode())
     return classifier, results
 
 
