@@ -316,7 +316,7 @@ def test_class_weights():
         (["a", " \n"], ["a", "b"], ValueError, "row 1 is empty"),
         (["a", 3], ["a", "b"], TypeError, r"row 1 is 3 \(int\)"),
         (["a", "b"], ["a"], ValueError, "y must be one label for each of the 2 texts in X, got 1"),
-        (["a", "b"], ["x", "x"], ValueError, "y must have two classes or more, every text has the label x"),
+        (["a", "b"], ["x", "x"], ValueError, "y must have two classes or more, all have the label x"),
         (["a"] * 3, ["x", "x", "y"], ValueError, "two examples or more of each class, got one of: y"),
         (["a"] * 4, ["x", None, "x", "y"], ValueError, r"row 1 is missing \(None\)"),
         (["a"] * 4, [1.0, float("nan"), 1.0, 0.0], ValueError, r"row 1 is missing \(nan\)"),

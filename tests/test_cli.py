@@ -328,7 +328,7 @@ GOOD = "review,stars\n" + "a good film,pos\na dull film,neg\n" * 10
         (put("a.csv", 'review,stars\n"a,b\n'), "a.csv could not be read"),
         (put("a.csv", GOOD.replace("dull", "é").encode("latin-1")), "not UTF-8 text: it has the byte 0xe9"),
         (put("a.jsonl", b'{"review": "caf\xe9", "stars": "pos"}\n'), "not UTF-8 text: it has the byte 0xe9"),
-        (put("a.csv", GOOD.replace("neg", "pos")), "two classes or more, every text has the label pos"),
+        (put("a.csv", GOOD.replace("neg", "pos")), "two classes or more, all have the label pos"),
         (put("a.csv", GOOD + "a film,mixed\n"), "two examples or more of each class, got one of: mixed"),
         (put("a.csv", GOOD + ",pos\n"), "column 'review' of"),
         (put("a.csv", GOOD + ",pos\n"), "row 20 is missing"),

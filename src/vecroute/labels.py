@@ -73,7 +73,7 @@ def check_labels(y: Any, n: int, name: str = "y") -> Labels:
     except TypeError as error:
         raise ValueError(f"{name} must be labels of one type, got a mixture: {error}") from error
     if len(classes) < 2:
-        raise ValueError(f"{name} must have two classes or more, every text has the label {classes[0]!s}")
+        raise ValueError(f"{name} must have two classes or more, all have the label {classes[0]!s}")
     if counts.min() < 2:
         few = ", ".join(str(label) for label in classes[counts < 2][:5])
         raise ValueError(f"{name} must have two examples or more of each class, got one of: {few}")
