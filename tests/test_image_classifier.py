@@ -96,6 +96,7 @@ def test_explanations_add_up_to_scores(fitted, tmp_path, form):
     assert isinstance(why, ImageExplanation)
     assert why.completeness_error < 1e-5
     assert why.output_names == ["blue", "red"]
+    assert why.text == (str(source) if form == "path" else "image")
     np.testing.assert_allclose(
         why.scores[1] - why.scores[0], fitted.decision_function([source])[0], rtol=1e-4
     )

@@ -22,7 +22,7 @@ from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.image import explain_image
 from vecroute.explain.text import explain_text
 from vecroute.heads import CHOOSING, RoutingHead, make_head
-from vecroute.images import check_images, is_image
+from vecroute.images import Picture, check_images, is_image
 from vecroute.labels import check_label_sets, check_labels, check_texts, class_weights, split
 from vecroute.progress import progress_bar
 from vecroute.training import Recipe, Task, make_accelerator, train
@@ -219,7 +219,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         encoder, head = self._ready()
         images = isinstance(encoder, VisionEncoder)
         single = is_image(X) if images else isinstance(X, str)
-        texts: Any = (check_images if images else check_texts)([X] if single else X)
+        rows = [Picture.of(X) if images else X] if single else X
+        texts: Any = (check_images if images else check_texts)(rows)
         known = self.classes_.tolist()
         asked = known if classes is None else list(classes)
         for label in asked:
