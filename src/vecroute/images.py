@@ -262,8 +262,9 @@ def decoded(image: Any, name: str) -> Any:
         return from_array(values.astype(np.uint16) if widened else values, name)
     if upright.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in upright.info:
         colours = upright.convert("RGBA")
-        white = require("PIL.Image", "images").new("RGBA", colours.size, "white")
-        return require("PIL.Image", "images").alpha_composite(white, colours).convert("RGB")
+        white = require("PIL.Image", "images").new("RGB", colours.size, "white")
+        white.paste(colours, mask=colours)
+        return white
     return upright.convert("RGB")
 
 

@@ -286,9 +286,9 @@ def explain_image(
         outputs: which classes, by number.
         names: what they are called.
     """
-    image = picture.open()
     (hidden,) = encoder.encode([picture])
     values, phi, base, scores = explain_hidden(head, hidden, outputs)
+    image = picture.open()  # after the encoder is done with it, so that a large one is in memory once
     patches = encoder.patches(image.size, picture.name)
     n_special = sum(patches.special)
     tiles = np.array(patches.boxes[n_special:]).reshape(*patches.grid, 4)  # [rows, columns, 4]
