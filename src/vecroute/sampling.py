@@ -27,7 +27,7 @@ def shuffled_batches(lengths: Sequence[int], batch_size: int, generator: torch.G
 
 
 def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generator) -> Tensor:
-    """Leave out a share of the used inputs at random, but never all of a sample.
+    """Leave out a share of the used inputs of each sample at random, but never all of them.
 
     Args:
         mask: [b, n_pos] the used positions.
@@ -41,9 +41,12 @@ def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generat
     used = mask[..., None].expand(*mask.shape, depth)  # [b, n_pos, depth]
     if not share:
         return used
+    # As many of each sample, not a coin for each input: few more are left of one sample than of its
+    # neighbours of the same length, so that a batch without unused inputs is small.
+    n_kept = ((1 - share) * used.sum((1, 2))).round().clamp(min=1)  # [b]
     drawn = torch.rand(used.shape, generator=generator).to(mask.device)  # [b, n_pos, depth]
-    keep = used & (drawn >= share)  # [b, n_pos, depth]
-    return torch.where(keep.any((1, 2), keepdim=True), keep, used)  # [b, n_pos, depth]
+    rank = drawn.masked_fill(~used, 2.0).flatten(1).argsort(1).argsort(1)  # [b, n_pos depth]
+    return used & (rank < n_kept[:, None]).view(used.shape)  # [b, n_pos, depth]
 
 
 def drop_features(hidden: Tensor, share: float, generator: torch.Generator) -> Tensor:
