@@ -113,7 +113,7 @@ def fitted(tiny, data, tmp_path_factory):
 
 def fit_arguments(tiny, data, out, *more):
     columns = ("--text", "review", "--label", "stars", "--encoder", tiny)
-    return ["fit", data, *columns, "--out", out, "--epochs", 8, "--lr", 0.01, "--batch-size", 16, *more]
+    return ["fit", data, *columns, "--out", out, "--epochs", 20, "--lr", 0.01, "--batch-size", 16, *more]
 
 
 def names(folder):
@@ -463,6 +463,15 @@ def test_no_room_for_the_output(started, fitted, data):
     assert failed(started("predict", fitted, data, stdout="/dev/full"), "No space left on device")
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT interrupts, as it does in a terminal; shells start what runs in the background without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_interrupted_the_same_command_goes_on_to_the_same_weights(
     run, tiny, data, fitted, tmp_path, monkeypatch
 ):
@@ -492,6 +501,7 @@ def test_interrupted_the_same_command_goes_on_to_the_same_weights(
     assert all((found[name] == expected[name]).all() for name in expected)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_interrupted_before_there_is_anything_to_go_on_from(run, tiny, data, tmp_path, monkeypatch):
     monkeypatch.setattr(training.Trainer, "train_step", lambda *_: signal.raise_signal(signal.SIGINT))
     assert failed(run(*fit_arguments(tiny, data, tmp_path / "model")), "interrupted", code=130)
