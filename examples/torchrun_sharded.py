@@ -76,4 +76,5 @@ if __name__ == "__main__":
     dist.init_process_group()  # gloo on CPUs, NCCL on GPUs
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     train(init_device_mesh(kind, (dist.get_world_size(),)), options.folder, options.n_inp, options.steps)
+    dist.barrier()  # a process that leaves while others still talk can abort at its end
     dist.destroy_process_group()
