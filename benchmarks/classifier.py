@@ -32,7 +32,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 def epoch(encoder: TextEncoder, texts: list[str], targets: torch.Tensor, device: str) -> list[Row]:
-    """Seconds of one epoch each way, the best of four that take turns, with a warm-up of some texts before."""
+    """Seconds of one epoch each way, the best of four that take turns, after a warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         cached = Features(encoder, texts, FeatureCache(folder, encoder.key))
         filling = seconds(cached.prepare, device)
