@@ -9,6 +9,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,9 @@ class FeatureCache:
         self._waiting_bytes = 0
         self._full = False
         for path in self.folder.glob("*/*.tmp"):
-            if time.time() - path.stat().st_mtime > ABANDONED_AFTER:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another process has just finished it
+                if time.time() - path.stat().st_mtime > ABANDONED_AFTER:
+                    path.unlink()
         self.refresh()
 
     def refresh(self) -> None:
