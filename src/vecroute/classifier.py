@@ -1,9 +1,8 @@
 """RoutingClassifier: a scikit-learn estimator on the hidden states of a frozen Transformer."""
 
-import functools
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-u
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 from torch import Tensor
 
-from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key
-from vecroute.encoders.loading import takes_images
-from vecroute.encoders.text import Batch, TextEncoder
+from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key, windows
+from vecroute.encoders.either import is_of_images, load_encoder
+from vecroute.encoders.text import Batch
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.image import explain_image
 from vecroute.explain.text import explain_text
@@ -317,31 +316,17 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         return Recipe(seed=self.random_state, **given)
 
     def _of_images(self) -> bool:
-        if isinstance(self.encoder, TextEncoder | VisionEncoder):
-            return isinstance(self.encoder, VisionEncoder)
-        named = isinstance(self.encoder, str | Path)
-        return takes_images(str(self.encoder) if named else self.encoder, self.revision)
+        return is_of_images(self.encoder, self.revision)
 
     def _new_head(self, encoder: Any, n_cls: int) -> torch.nn.Module:
         sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": n_cls}
         return make_head(self.head, seed=self.random_state, **sizes, **(self.head_options or {}))
 
     def _load_encoder(self, device: torch.device) -> Any:
-        if isinstance(self.encoder, TextEncoder | VisionEncoder):
-            return self.encoder
-        options: dict[str, Any] = {
-            "revision": self.revision,
-            "depths": None if self.depths is None else tuple(self.depths),
-            "special_tokens": self.special_tokens,
-        }
-        kind: Any = VisionEncoder if self._of_images() else TextEncoder
-        if kind is TextEncoder:
-            options |= {"max_length": self.max_length, "stride": self.stride}
-        elif self.max_length or self.stride:
-            raise ValueError(f"max_length and stride are for texts, encoder {self.encoder} takes images")
-        if isinstance(self.encoder, str | Path):
-            return shared_encoder(kind, str(self.encoder), folder_stamp(self.encoder), str(device), **options)
-        return kind(self.encoder, **options)
+        depths = None if self.depths is None else tuple(self.depths)
+        names = ("revision", "max_length", "stride", "special_tokens")
+        options = {name: getattr(self, name) for name in names}
+        return load_encoder(self.encoder, device, depths=depths, **options)
 
     def _open_cache(self, encoder: Any) -> FeatureCache | None:
         if self.cache is False or self.cache is None:
@@ -370,10 +355,11 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         """The scores [n, n_cls] of texts in double precision, on the CPU."""
         encoder, _ = self._ready()
         samples: Any = (check_images if isinstance(encoder, VisionEncoder) else check_texts)(X)
+        sizes = [len(s) if isinstance(s, str) else WINDOW_CHARACTERS // WINDOW_IMAGES for s in samples]
         found = []
-        for texts in windows(samples):
-            batches = encoder.batches(encoder.tokenize(texts))
-            found.append(self._scores_of(batches, len(texts)))  # [n, n_cls]
+        for group in windows(sizes, WINDOW_CHARACTERS):  # so that tokens do not fill memory
+            batches = encoder.batches(encoder.tokenize([samples[k] for k in group]))
+            found.append(self._scores_of(batches, len(group)))  # [n, n_cls]
         return torch.cat(found)  # [n, n_cls]
 
     @torch.inference_mode()
@@ -386,29 +372,3 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
                 found = self.head_(batch.hidden.to(device, torch.float32), batch.mask.to(device))
             scores[batch.which] = found.float()  # [b, n_cls]
         return scores.cpu().double()
-
-
-@functools.lru_cache(maxsize=2)
-def shared_encoder(kind: Any, name: str, stamp: tuple, device: str, **options: Any) -> Any:
-    """One encoder for all classifiers with the same options, as long as its files stay the same."""
-    return kind(name, device=device, **options)
-
-
-def folder_stamp(name: str | Path) -> tuple:
-    """Changes with the files of a local folder; empty for a name."""
-    files = sorted(Path(name).glob("*")) if Path(name).is_dir() else []
-    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-
-
-def windows(texts: list[Any]) -> Iterator[list[Any]]:
-    """The texts, in groups of so many characters that tokens do not fill memory; or so many images."""
-    group: list[Any] = []
-    characters = 0
-    for text in texts:
-        size = len(text) if isinstance(text, str) else WINDOW_CHARACTERS // WINDOW_IMAGES
-        if group and characters + size > WINDOW_CHARACTERS:
-            yield group
-            group, characters = [], 0
-        group.append(text)
-        characters += size
-    yield group
