@@ -16,10 +16,9 @@ def demo(
     images: Annotated[bool, typer.Option("--images", help="Shapes drawn on photos instead.")] = False,
 ) -> None:
     """Fit film review sentences, or drawn images, compare with logistic regression, and explain a few."""
-    from vecroute import demo, demo_images
-
+    if images:
+        from vecroute.demo_images import run
+    else:
+        from vecroute.demo import run
     with told():
-        if images:
-            demo_images.run(out or Path("demo-images"))
-        else:
-            demo.run(out or Path("demo"))
+        run(out or Path("demo-images" if images else "demo"))
