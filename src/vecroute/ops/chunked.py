@@ -1,111 +1,166 @@
-"""What is done to each pair i, j of a chunk, in plain PyTorch, for any device."""
+"""What is done to each pair i, j of a chunk, in plain PyTorch, for any device.
+
+Few operations, in place where they can be: on a CPU these cost as much as the products around them.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vecroute.ops.common import log_f, masked_softmax
-from vecroute.ops.passes import Chunk, split_betas, use_of
+from vecroute.ops.passes import Chunk, Columns, Room, split_betas, use_of
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import accumulate, add
 
 
-def coefficients(p: Problem, chunk: Chunk, c, dot, f: Tensor) -> Tensor:
+def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> Tensor:
     """phi of a chunk, [b, i, j].
 
     Args:
         c: [b, i, 2 j] c_sum and c_ign, or [b, i, j] their combination under the flat prior; None if fixed.
         dot: [b, i, j] x_inp times ``scores_matrix``, or None in the first iteration.
-        f: [b, i] activations.
+        a: [b, i] x_inp times W_A, in the first iteration of a variable length, else None.
+        f: [b, i] activations, to fill if there is an a.
+        room: where to put what lives in this chunk.
     """
-    u, _, _ = unscaled(p, chunk, betas(p, chunk, f) if c is None else c, dot)  # [b, i, j]
-    return u * f[..., None]  # [b, i, j]
+    if a is not None:
+        torch.addcdiv(p.w.B_A.to(p.dtype), a, p.sqrt_n_inp[chunk.samples], out=f).sigmoid_()  # [b, i]
+    c_sum, c_ign = betas(p, chunk, c, dot is None)  # [b or 1, i, j] each
+    use: Any = None if p.use is None else use_of(p, chunk)  # [b, i, j or 1]
+    phi = room.take("phi", f, *f.shape, p.n_out)  # [b, i, j]
+    if c_ign is None:
+        torch.mul(c_sum, f[..., None], out=phi)
+    else:
+        R, _ = responsibilities(p, chunk, dot, use, phi)  # [b, i, j]
+        R.mul_(c_sum).sub_(c_ign).mul_(f[..., None])
+    return phi if use is None else phi.mul_(use)  # [b, i, j]
 
 
 def coefficients_backward(
-    p: Problem, chunk: Chunk, c, pairs, grad_c, f, grad_s, grad_f, grads, fresh
-) -> None:
-    """Turn pairs [b, i, 2 j], grad_phi and the scores, into phi and the gradient of the scores, in place.
+    p: Problem, chunk: Chunk, c, pairs, results, columns: Columns, f, grad_s, grad_f, grads, fresh, room: Room
+) -> Tensor:
+    """Turn pairs [b, i, q] into phi and the gradients of its other columns.
 
-    In the first iteration pairs has grad_phi alone, [b, i, j]. Fills grad_c, or of a fixed length adds to the
-    gradients of the betas, W_S and B_S; and adds to grad_f [b, i].
+    Adds to grad_f [b, i], and of a fixed length to the gradients of the betas, W_S and B_S; at last, in the
+    first iteration, grad_f becomes the gradient of W_A x_inp.
+
+    Args:
+        c: as above.
+        results: where they go, [b, i, q]; may be pairs itself.
+        columns: which is which.
+        grad_s: [b, j].
+
+    Returns:
+        All of the results but phi, [b, i, q - j].
     """
     n_out, f = p.n_out, f[..., None]  # [b, i, 1]
-    dot = pairs[..., n_out:] if pairs.shape[-1] > n_out else None  # [b, i, j]
-    fixed = c is None
-    c = betas(p, chunk, f[..., 0]) if fixed else c  # [b, i, 2 j or j]
-    u, R, S = unscaled(p, chunk, c, dot)  # [b, i, j]
-    grad_phi = pairs[..., :n_out] + grad_s[:, None]  # [b, i, j]
-    if p.use is not None:
-        grad_phi *= use_of(p, chunk)  # [b, i, j]
-    grad_f += (u * grad_phi).sum(-1)  # [b, i]
+    use: Any = None if p.use is None else use_of(p, chunk)  # [b, i, j or 1]
+    dot = None if columns.first else pairs[..., n_out : 2 * n_out]  # [b, i, j]
+    c_sum, c_ign = betas(p, chunk, c, columns.first)  # [b or 1, i, j] each
+    grad_phi = pairs[..., :n_out].add_(grad_s[:, None])  # [b, i, j]
+    R, one_minus_f = None, None
+    u = room.take("u", f, *grad_phi.shape)  # [b, i, j], phi / f(a_inp)
+    if c_ign is None:
+        u.copy_(c_sum)
+    else:
+        R, one_minus_f = responsibilities(p, chunk, dot, use, room.take("R", f, *u.shape))  # [b, i, j] each
+        torch.sub(torch.mul(R, c_sum, out=u), c_ign, out=u)
+    if use is not None:
+        u, grad_phi = u.mul_(use), grad_phi.mul_(use)  # [b, i, j]
+    grad_f += torch.linalg.vecdot(u, grad_phi)  # [b, i]
     grad_phi *= f  # [b, i, j]
-    flat = R is None
-    grad_pairs = grad_phi if flat else torch.cat((R * grad_phi, -grad_phi), -1)  # [b, i, 2 j or j], of c
+    grad_sum = grad_phi if R is None else R * grad_phi  # [b, i, j]
     if dot is not None:
-        R_grad_R = grad_pairs[..., :n_out] * c[..., :n_out]  # [b, i, j]
-        grad_S = R_grad_R - R * R_grad_R.sum(-1, keepdim=True)  # [b, i, j]
-        grad_z = grad_S * -torch.expm1(S)  # [b, i, j]
-        pairs[..., n_out:] = scores_backward(p, chunk, grad_z, dot, grads, fresh)  # [b, i, j]
-    pairs[..., :n_out] = u * f  # [b, i, j]
-    if fixed:
-        grad_use, grad_ign = split_betas(p, grad_pairs.sum(0), flat)  # [i, j], [i, j]
+        grad_S = grad_sum * c_sum  # [b, i, j], so far R grad_R
+        grad_S.addcmul_(R, grad_S.sum(-1, keepdim=True), value=-1)
+        grad_z = grad_S.mul_(one_minus_f)  # [b, i, j]
+        scores_backward(p, chunk, grad_z, dot, results[..., n_out : 2 * n_out], grads, fresh)
+    if c is None:
+        grad_c = grad_sum[..., None, :] if R is None else torch.stack((grad_sum, -grad_phi), -2)
+        grad_use, grad_ign = split_betas(p, grad_c.flatten(-2).sum(0), R is None)  # [i, j], [i, j]
         fresh &= chunk.samples.start == 0
         add(grads["beta_use"][chunk.rows], grad_use, fresh)
         add(grads["beta_ign"][chunk.rows], grad_ign, fresh)
     else:
-        grad_c.copy_(grad_pairs)
+        grad_c = results[..., columns.a - c.shape[-1] : columns.a]  # [b, i, 2 j or j]
+        grad_c[..., :n_out] = grad_sum
+        if R is not None:
+            torch.neg(grad_phi, out=grad_c[..., n_out:])
+    torch.mul(u, f, out=results[..., :n_out])
+    if columns.first:
+        activations_backward(p, chunk, f[..., 0], grad_f, results[..., columns.a :] if p.variable else None)
+    return results[..., n_out:]  # [b, i, q - j]
 
 
-def betas(p: Problem, chunk: Chunk, f: Tensor) -> Tensor:
-    """c_sum and c_ign of a fixed length, [b, i, 2 j], for as many samples as f [b, i] has."""
-    use, ign = p.w.beta_use[chunk.rows].to(p.dtype), p.w.beta_ign[chunk.rows].to(p.dtype)  # [i, j]
-    return torch.cat((use + ign, ign), -1).expand(len(f), -1, -1)  # [b, i, 2 j]
-
-
-def unscaled(p: Problem, chunk: Chunk, c: Tensor, dot):
-    """phi / f(a_inp), R and S, each [b, i, j]; the first iteration has no S, and no R if c is flat."""
+def betas(p: Problem, chunk: Chunk, c, first: bool) -> tuple[Tensor, Any]:
+    """c_sum and c_ign, [b or 1, i, j] each; or under the flat prior their combination, and None."""
     n_out = p.n_out
-    use: Any = None if p.use is None else use_of(p, chunk).expand(*c.shape[:2], n_out)  # [b, i, j]
-    if c.shape[-1] == n_out:
-        return (c if use is None else c * use), None, None
-    S = None
-    if dot is not None:
-        B_S = p.w.B_S if p.variable else p.w.B_S[chunk.rows]  # [1 or i, j]
-        S = log_f((dot if p.variable else dot * p.w.W_S[chunk.rows]) + B_S)  # [b, i, j]
-        R = masked_softmax(S, use, -1)  # [b, i, j]
-    elif use is None:
-        R = c.new_full((1, 1, 1), p.prior)  # [1, 1, 1]
-    else:
-        R = use / use.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)  # [b, i, j]
-    u = c[..., :n_out] * R - c[..., n_out:]  # [b, i, j]
-    return (u if use is None else u * use), R, S
+    if c is not None:
+        return (c, None) if c.shape[-1] == n_out else (c[..., :n_out], c[..., n_out:])
+    use, ign = p.w.beta_use[chunk.rows].to(p.dtype), p.w.beta_ign[chunk.rows].to(p.dtype)  # [i, j]
+    if first and (p.use is None or p.use.shape[-1] == 1):
+        return torch.add(use * p.prior, ign, alpha=p.prior - 1)[None], None  # [1, i, j]
+    return (use + ign)[None], ign[None]  # [1, i, j]
 
 
-def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, grads, fresh) -> Tensor:
-    """Gradient of x_inp x_hat from that of z, [b, i, j]; of a fixed length adds to those of W_S and B_S."""
+def responsibilities(p: Problem, chunk: Chunk, dot, use, out: Tensor) -> tuple[Tensor, Any]:
+    """R = f(z) / sum_j f(z) in ``out``, 0 at unused pairs, and 1 - f(z), or None in the first; [b, i, j].
+
+    f(z) = 1 / (1 + exp(-z)) is divided by exp(m), with m the greatest z of the row if that is negative, so
+    that a row of very negative z is not 0 / 0. The bounds of m - z are far below any digit of R.
+    """
+    if dot is None:
+        out.fill_(p.prior)
+        if use is not None:
+            out.copy_(use)
+            out /= out.sum(-1, keepdim=True).clamp_(min=1)  # [b, i, j]
+        return out, None
+    i = slice(None) if p.variable else chunk.rows
+    W_S, B_S = p.w.W_S[i].to(p.dtype), p.w.B_S[i].to(p.dtype)  # [1 or i, j]
+    z = torch.add(dot, B_S) if p.variable else torch.addcmul(B_S, dot, W_S)  # [b, i, j]
+    used_z = z if use is None else z.masked_fill(~use, torch.finfo(z.dtype).min)  # [b, i, j]
+    m = used_z.amax(-1, keepdim=True).clamp_(max=0)  # [b, i, 1]
+    e = torch.sub(m, z, out=z).clamp_(-80, 80).exp_()  # [b, i, j], of m - z
+    t = torch.add(e, m.exp_(), out=out).reciprocal_()  # [b, i, j], f(z) / exp(m)
+    one_minus_f = e.mul_(t)  # [b, i, j]
+    if use is not None:
+        t.masked_fill_(~use, 0)
+    t /= t.sum(-1, keepdim=True).clamp_(min=torch.finfo(t.dtype).tiny)  # [b, i, j]
+    return t, one_minus_f
+
+
+def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, out: Tensor, grads, fresh) -> None:
+    """Gradient of dot from that of z, into out [b, i, j]; of a fixed length adds to those of W_S and B_S."""
     if p.variable:
-        return grad_z
+        out.copy_(grad_z)
+        return
     fresh &= chunk.samples.start == 0
     add(grads["B_S"][chunk.rows], grad_z.sum(0), fresh)  # [i, j]
     add(grads["W_S"][chunk.rows], (grad_z * dot).sum(0), fresh)  # [i, j]
-    return grad_z * p.w.W_S[chunk.rows]  # [b, i, j]
+    torch.mul(grad_z, p.w.W_S[chunk.rows], out=out)
 
 
-def activations(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:
-    """a_inp of a fixed length, [b, i]."""
+def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:
+    """Fill f(a_inp) of a fixed length, [b, i]."""
     a_inp = (x.to(p.dtype) * p.w.W_A[chunk.rows]).sum(-1)  # [b, i]
-    return a_inp / p.sqrt_n_inp[chunk.samples] + p.w.B_A[chunk.rows]  # [b, i]
+    torch.addcdiv(p.w.B_A[chunk.rows].to(p.dtype), a_inp, p.sqrt_n_inp[chunk.samples], out=f).sigmoid_()
+
+
+def activations_backward(p: Problem, chunk: Chunk, f: Tensor, grad_f: Tensor, column) -> None:
+    """Turn grad_f [b, i] into the gradient of W_A x_inp; and put it first in ``column`` [b, i, 1 to 8]."""
+    grad_f *= f * (1 - f)
+    grad_f /= p.sqrt_n_inp[chunk.samples]
+    if column is not None:
+        column[..., 0] = grad_f
+        column[..., 1:] = 0
 
 
 def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into, grads) -> None:
-    """Of a fixed length, at last: add pairs M to grad_x, and what grad_a [b, i] brings to it, W_A and B_A."""
-    scaled = (grad_a / p.sqrt_n_inp[chunk.samples])[..., None]  # [b, i, 1]
+    """Of a fixed length, at last: grad_x from pairs M and from grad_a [b, i], which is that of W_A x_inp."""
+    grad_a = grad_a[..., None]  # [b, i, 1]
     if into.grad_x is not None:
         grad_x = into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]
         accumulate(p, grad_x, pairs, M, into.fresh)
-        grad_x.addcmul_(scaled.to(grad_x.dtype), p.w.W_A[chunk.rows].to(grad_x.dtype))  # [b, i, d]
+        grad_x.addcmul_(grad_a.to(grad_x.dtype), p.w.W_A[chunk.rows].to(grad_x.dtype))  # [b, i, d]
     fresh = chunk.samples.start == 0  # no other iteration comes here
-    add(grads["W_A"][chunk.rows], (scaled * x).sum(0), fresh)  # [i, d]
-    add(grads["B_A"][chunk.rows], grad_a.sum(0), fresh)  # [i]
+    add(grads["W_A"][chunk.rows], (grad_a * x).sum(0), fresh)  # [i, d]

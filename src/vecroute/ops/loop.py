@@ -52,7 +52,7 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x
     if not p.variable and n_iters > 1:
         with_i |= {"W_S", "B_S"}
     grads = Grads({name: torch.empty_like(getattr(p.w, name), dtype=p.dtype) for name in with_i})
-    into = passes.InputGradient(p, n_iters, need_grad_x)
+    into = passes.InputGradient(p, n_iters, need_grad_x, None if p.variable else grads["W_A"])
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         x_hat = p.scaled(g[t - 1]) if t > 0 else None  # [b, j, d]

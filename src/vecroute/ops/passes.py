@@ -4,11 +4,13 @@ With c_sum = beta_use + beta_ign and c_ign = beta_ign, the coefficients of an it
 
     phi_ij = f(a_inp_i) (c_sum_ij R_ij - c_ign_ij).
 
-The products are here, for every implementation; what is done to each pair i, j between them is in ``p.pairs``
-(``chunked``: plain PyTorch, ``fused``: Triton). Nothing of size i x j outlives its chunk but c_sum and c_ign,
-where they fit the budget.
+A pass multiplies x_inp with the rows of one matrix M (see ``Columns``), which gives ``pairs`` [b, i, q], all
+that depends on a pair i, j side by side. What is done to each pair is in ``p.pairs`` (``chunked``: plain
+PyTorch, ``fused``: Triton). Nothing of size i x j outlives its chunk but c_sum and c_ign, where they fit the
+budget, and the pairs that wait in ``InputGradient``.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,9 +23,8 @@ from vecroute.ops.products import (
     accumulate,
     accumulate_over_inputs,
     add_sum,
-    linear,
+    multiply,
     operand_dtype,
-    product,
 )
 
 
@@ -55,10 +56,24 @@ def rows_of_a_chunk(p: Problem) -> int:
     """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
-    # What a row has in buffers; together they stay small beside x_inp, or beside many outputs.
-    row = (6 if p.variable else 3) * p.n_out * p.dtype.itemsize
+    # What a row has in buffers of a forward pass; together they stay under 2 % of x_inp and the parameters.
+    row, share = (4 * p.n_out, 56) if p.variable else (2 * p.n_out, 22)
     least = 2**26 if p.n_out < 512 else 2**28
-    return max(1024, max(least, p.x_inp.numel() * p.x_inp.element_size() // 28) // row)
+    return max(
+        1024, max(least, p.x_inp.numel() * p.x_inp.element_size() // share) // (row * p.dtype.itemsize)
+    )
+
+
+class Room(dict[str, Tensor]):
+    """Memory for what lives in one chunk, by name, used again by the next."""
+
+    def take(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """An uninitialised tensor of the dtype of another."""
+        size = math.prod(shape)
+        if name not in self or self[name].numel() < size:
+            self.pop(name, None)
+            self[name] = like.new_empty(size)
+        return self[name][:size].view(shape)
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
@@ -79,20 +94,20 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         phi_out: [b, i, j] to fill with phi, or None.
         outputs: the columns of phi to write, None for all.
     """
+    first = x_hat is None
     if p.offsets is not None or not p.x_inp.shape[1]:  # a sample may have no rows
         y.zero_()
         s.zero_()
-    columns = Columns(p, x_hat is None, kept, filling=True)
-    x_hat_S = scores_matrix(p, x_hat)  # [b, j, d]
+    columns, room = Columns(p, x_hat, kept), Room()
     for chunk in chunks(p):
-        x = inputs(p, chunk)  # [b, i, d]
-        c, a_inp = columns(x, chunk)  # [b, i, 2 j or j], [b, i]
-        if x_hat is None:
-            if not p.variable:
-                a_inp = p.pairs.activations(p, x, chunk)  # [b, i]
-            torch.sigmoid(a_inp, out=f_a_inp[chunk.batch, chunk.rows])  # [b, i]
-        dot = None if x_hat_S is None else product(p, x, x_hat_S[chunk.samples].mT)  # [b, i, j]
-        phi = p.pairs.coefficients(p, chunk, c, dot, f_a_inp[chunk.batch, chunk.rows])  # [b, i, j]
+        x, f = inputs(p, chunk), f_a_inp[chunk.batch, chunk.rows]  # [b, i, d], [b, i]
+        pairs = room.take("pairs", f, *f.shape, columns.n)  # [b, i, q]
+        c = columns.multiply(pairs, x, columns.matrix(chunk.samples), chunk)  # [b, i, 2 j or j]
+        if first and not p.variable:
+            p.pairs.activations(p, chunk, x, f)
+        dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
+        a = pairs[..., columns.a] if first and p.variable else None  # [b, i]
+        phi = p.pairs.coefficients(p, chunk, c, dot, a, f, room)  # [b, i, j]
         fresh = p.offsets is None and chunk.rows.start == 0
         accumulate_over_inputs(p, y[chunk.samples], phi.mT, x, fresh)  # [b, j, d]
         add_sum(p, s[chunk.samples], phi, fresh)  # [b, j]
@@ -103,79 +118,174 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
 class InputGradient:
     """grad_x [b, i, d], the sum of pairs @ M over the iterations, written once where that can be.
 
-    Until the first iteration, the last of a backward, the pairs of the others wait in the rows of grad_x
-    itself, side by side, if they fit there; else every pass adds its product.
+    Until the first iteration, the last of a backward, the pairs of the others wait side by side, if they fit,
+    in the rows of a gradient that is written last: that of W_A, where one sample alone has it, else grad_x.
+    Where they do not fit every pass adds its product.
     """
 
-    def __init__(self, p: Problem, n_iters: int, needed: bool):
-        grad_x: Any = torch.empty_like(p.x_inp) if needed else None  # [b, i, d]
+    def __init__(self, p: Problem, n_iters: int, needed: bool, grad_W_A: Tensor | None = None):
+        self.grad_x: Any = torch.empty_like(p.x_inp) if needed else None  # [b, i, d]
         n_waiting = (n_iters - 1) * (4 if p.variable else 2) * p.n_out
-        fits = needed and 0 < n_waiting <= p.x_inp.shape[-1] and p.x_inp.dtype == p.dtype
-        self.grad_x, self.waits = grad_x, fits and grad_x.stride(-1) == 1
-        self.M: list[Tensor] = []  # [b, q, d] each, of the pairs that wait
+        self.aside = grad_W_A is not None and len(p.x_inp) == 1
+        place: Any = grad_W_A[None] if grad_W_A is not None and self.aside else self.grad_x  # [b, i, d]
+        most = p.x_inp.shape[-1] - (p.n_out if self.aside else 0)
+        fits = needed and 0 < n_waiting <= most
+        self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
+        self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
 
-    def room(self, chunk: Chunk, f: Tensor, q: int, first: bool) -> tuple[Tensor, Tensor]:
-        """Room for the q pairs of a pass, [b, i, q], and the same with those that wait before it."""
-        w = sum(M.shape[1] for M in self.M)
-        if self.waits and not first:
-            pairs = self.grad_x[chunk.batch, chunk.rows, w : w + q]  # [b, i, q]
+    def results(self, chunk: Chunk, pairs: Tensor, first: bool, room: Room) -> tuple[Tensor, Tensor]:
+        """Where the results of pairs [b, i, q] go, and the same with those that wait, [b, i, w + q]."""
+        w, (b, i, q) = sum(columns.n for columns in self.columns), pairs.shape
+        if not self.waits or (first and not w):
             return pairs, pairs
-        pairs = f.new_empty(*f.shape, w + q)  # [b, i, w + q]
-        if w:
-            pairs[..., :w] = self.grad_x[chunk.batch, chunk.rows, :w]
-        return pairs[..., w:], pairs
+        rows = self.place[chunk.batch, chunk.rows]  # [b, i, d]
+        if first and not self.aside:
+            rows = room.take("all", pairs, b, i, w + q)  # [b, i, w + q]
+            rows[..., :w] = self.place[chunk.batch, chunk.rows, :w]
+        return rows[..., w : w + q], rows[..., : w + q]
+
+    def matrix(self, samples: slice, M: Tensor) -> Tensor:
+        """M of those that wait, and then M [b, q, d] itself, [b, w + q, d]."""
+        return torch.cat([columns.matrix(samples) for columns in self.columns] + [M], 1)
 
 
 def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh) -> Tensor:
     """Gradient of one iteration: adds to grad_f, grads and ``into``, and returns grad_x_hat [b, j, d].
 
     A fresh pass, the first of a backward, writes the large gradients (those with an i) instead of adding.
-    The gradients of all that x_inp is multiplied with, and phi, which belongs to grad_y, stand side by side
-    in ``pairs``: one product with x_inp sums them over i, one with the matrices themselves, ``M``, is grad_x.
+    ``pairs`` = x M^T turn into phi, which belongs to grad_y, and the gradients of the other columns: one
+    product with x_inp sums these over i, which is the gradient of M, one with M itself is grad_x.
+    The pass of the first iteration leaves the gradient of W_A x_inp in grad_f.
     """
     first, n_out = x_hat is None, p.n_out
-    columns = Columns(p, first, kept, filling=False)
-    x_hat_S = scores_matrix(p, x_hat)  # [b, j, d]
-    both = grad_y if first else torch.cat((grad_y, x_hat_S), dim=-2)  # [b, 2 j, d]
-    n_both = both.shape[1]
-    M = torch.cat((both, columns.rows.expand(len(both), -1, -1)), 1) if p.variable else both  # [b, q, d]
-    all_M = torch.cat((*into.M, M), 1) if into.M and first else M  # [b, w + q, d]
-    grad_M = torch.zeros_like(M[:, n_out:])  # [b, q - j, d]
+    columns, room = Columns(p, x_hat, kept, grad_y), Room()
+    grad_M = grad_y.new_zeros(len(grad_y), columns.n - n_out, grad_y.shape[-1])  # [b, q - j, d]
     sums = grad_M.new_zeros(grad_M.shape[:2])  # [b, q - j]
+    samples: Any = None
     for chunk in chunks(p):
         at = chunk.batch, chunk.rows
+        if samples != chunk.samples:
+            samples = chunk.samples
+            M = columns.matrix(samples)  # [b, q, d]
+            all_M = into.matrix(samples, M) if first else M  # [b, w + q, d]
         x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
-        c, _ = columns(x, chunk)  # [b, i, 2 j or j]
-        pairs, all_pairs = into.room(chunk, f, M.shape[1], first)  # [b, i, q], [b, i, w + q]
-        product(p, x, both[chunk.samples].mT, out=pairs[..., :n_both])  # [b, i, 2 j], grad_phi and the scores
-        grad_c: Any = pairs[..., n_both : n_both + c.shape[-1]] if p.variable else None  # [b, i, 2 j or j]
-        p.pairs.coefficients_backward(
-            p, chunk, c, pairs[..., :n_both], grad_c, f, grad_s[chunk.samples], grad_f[at], grads, fresh
-        )  # pairs is now phi and the gradient of the scores and of c
-        grad_a: Any = torch.ops.aten.sigmoid_backward(grad_f[at], f) if first else None  # [b, i]
+        pairs = room.take("pairs", f, *f.shape, columns.n)  # [b, i, q]
+        c = columns.multiply(pairs, x, M, chunk)  # [b, i, 2 j or j]
+        results, all_results = into.results(chunk, pairs, first, room)  # [b, i, q], [b, i, w + q]
+        to_sum = p.pairs.coefficients_backward(
+            p, chunk, c, pairs, results, columns, f, grad_s[samples], grad_f[at], grads, fresh, room
+        )  # [b, i, q - j]
         if p.variable:
-            if first:
-                pairs[..., n_both + c.shape[-1] + 1 :] = 0
-                torch.div(grad_a, p.sqrt_n_inp[chunk.samples], out=pairs[..., n_both + c.shape[-1]])  # [b, i]
-            add_sum(p, sums[chunk.samples], pairs[..., n_out:])
-        if grad_M.shape[1]:
-            accumulate_over_inputs(p, grad_M[chunk.samples], pairs[..., n_out:].mT, x)  # [b, q - j, d]
+            add_sum(p, sums[samples], to_sum)
+        if columns.n > n_out:
+            accumulate_over_inputs(p, grad_M[samples], to_sum.mT, x)  # [b, q - j, d]
         if first and not p.variable:
-            p.pairs.inputs_backward(p, chunk, x, all_pairs, all_M[chunk.samples], grad_a, into, grads)
+            p.pairs.inputs_backward(p, chunk, x, all_results, all_M, grad_f[at], into, grads)
         elif into.grad_x is not None and (first or not into.waits):
-            accumulate(p, into.grad_x[at], all_pairs, all_M[chunk.samples], into.fresh)  # [b, i, d]
+            accumulate(p, into.grad_x[at], all_results, all_M, into.fresh)  # [b, i, d]
+    if first and not p.variable:
+        grads["B_A"] = (grad_f * p.sqrt_n_inp).sum(0)  # [i]
     if into.waits:
-        into.M.append(M)
+        into.columns.append(columns)
     else:
         into.fresh = False
-    columns.finish(grad_M[:, n_both - n_out :].sum(0), sums[:, n_both - n_out :], grads)
-    grad_x_hat_S = grad_M[:, : n_both - n_out]  # [b, j, d]
+    n_own = 0 if first else n_out
+    columns.finish(grad_M[:, n_own:].sum(0), sums[:, n_own:], grads)
+    grad_x_hat_S = grad_M[:, :n_own]  # [b, j, d]
     if first or not p.variable:
         return grad_x_hat_S
     grads.add("W_S", (grad_x_hat_S * x_hat).sum((0, 2))[None])  # [1, j]
     grads.add("B_S", sums[:, :n_out].sum(0, keepdim=True))  # [1, j]
     return grad_x_hat_S * p.w.W_S.mT  # [b, j, d]
+
+
+class Columns:
+    """What x_inp is multiplied with in a pass, as the rows of one matrix M; x_inp M^T has side by side
+
+    - in a backward pass grad_phi, from grad_y,
+    - in every iteration but the first the dot product of the scores, from x_hat,
+    - of a variable length c: c_sum and c_ign, or in the first iteration, where all outputs have the same R
+      (unless pairs are masked), their one combination prior c_sum - c_ign; and there a_inp.
+
+    Of a fixed length c is None: ``p.pairs`` has the betas themselves. A c that is kept is computed once.
+    """
+
+    def __init__(self, p: Problem, x_hat, kept: Tensor, grad_y=None):
+        self.p, self.first, forward = p, x_hat is None, grad_y is None
+        self.kept: Any = kept if len(kept) else None
+        self.filling = forward and self.first and self.kept is not None
+        own = [m for m in (grad_y, scores_matrix(p, x_hat)) if m is not None]  # [b, j, d] each
+        self.own: Any = torch.cat(own, 1) if own else None  # [b, k, d]
+        self.shared: Any = None  # [q - k, d]
+        self.a = self.n_computed = self.n = len(own) * p.n_out
+        self.bias: Any = None
+        self.known = self.kept is not None and not self.filling
+        if p.variable and not (forward and self.known):
+            self._share()
+
+    def _share(self) -> None:
+        """Add the columns that are the same for every sample."""
+        p, before = self.p, self.n
+        W, B = p.beta_rows  # [2 j, d], [2 j]
+        if self.flat and not self.filling:
+            W, B = self._flatten(W, 0), self._flatten(B, 0)  # [j, d], [j]
+        self.a = before + len(B)
+        if self.first:  # and zeros that keep rows aligned
+            zeros = W.new_zeros(-(self.a + 1) % 8, W.shape[1])  # [0 to 7, d]
+            W = torch.cat((W, p.w.W_A.to(W.dtype), zeros))  # [q - k, d]
+        self.shared, self.n = W, before + len(W)
+        if not self.known:
+            self.n_computed = self.n
+            self.bias = nnf.pad(B, (before, self.n - self.a))  # [q]
+
+    @property
+    def flat(self) -> bool:
+        """Whether all outputs have the same R."""
+        return self.first and (self.p.use is None or self.p.use.shape[-1] == 1)
+
+    def _flatten(self, c: Tensor, dim: int) -> Tensor:
+        c_sum, c_ign = c.chunk(2, dim)
+        return self.p.prior * c_sum - c_ign
+
+    def matrix(self, samples: slice) -> Any:
+        """M of some samples, [b, q, d], or [1, q, d] if it is the same for all; None if there is nothing."""
+        if self.own is None:
+            return None if self.shared is None else self.shared[None]
+        own = self.own[samples]  # [b, k, d]
+        return own if self.shared is None else torch.cat((own, self.shared.expand(len(own), -1, -1)), 1)
+
+    def multiply(self, pairs: Tensor, x: Tensor, M, chunk: Chunk):
+        """Fill pairs [b, i, q] with x M^T and the bias, and give c [b, i, 2 j or j] (None if fixed)."""
+        p, n, at = self.p, self.n_computed, (chunk.batch, chunk.rows)
+        if n:
+            multiply(p, x, M[:, :n], self.bias, out=pairs[..., :n])
+        if not p.variable:
+            return None
+        if self.known:
+            return self._flatten(self.kept[at], -1) if self.flat else self.kept[at]
+        c = pairs[..., self.a - self.n_c : self.a]  # [b, i, 2 j or j]
+        if self.filling:
+            self.kept[at] = c
+        return c
+
+    @property
+    def n_c(self) -> int:
+        """Columns of c in pairs."""
+        return self.p.n_out if self.flat and not self.filling else 2 * self.p.n_out
+
+    def finish(self, grad_rows: Tensor, grad_B: Tensor, grads) -> None:
+        """Hand over the gradients of the shared columns: [q - k, d], and summed over inputs, [b, q - k]."""
+        if not self.p.variable:
+            return
+        k = self.n_c
+        for name, grad in (("W", grad_rows[:k].mT), ("B", grad_B[:, :k].sum(0))):
+            grad_use, grad_ign = split_betas(self.p, grad, self.flat)
+            grads.add(f"{name}_use", grad_use)
+            grads.add(f"{name}_ign", grad_ign)
+        if self.first:
+            grads.add("W_A", grad_rows[None, k].clone())  # [1, d]
+            grads.add("B_A", (grad_B[:, k, None] * self.p.sqrt_n_inp).sum(0))  # [1]
 
 
 def scores_matrix(p: Problem, x_hat):
@@ -197,71 +307,6 @@ def use_of(p: Problem, chunk: Chunk) -> Tensor:
     """The used pairs of a chunk, [b or 1, i, j or 1]."""
     assert p.use is not None
     return p.use[chunk.batch if len(p.use) > 1 else slice(None), chunk.rows]
-
-
-class Columns:
-    """What is linear in x_inp in a pass of variable length, as the columns of one product, and its gradient.
-
-    These are c_sum and c_ign, side by side; in the first iteration, where all outputs have the same R (unless
-    pairs are masked), their one combination prior c_sum - c_ign; and there a_inp, in one more column.
-    Of a fixed length, c_sum and c_ign are None: ``p.pairs`` has the betas themselves.
-    """
-
-    def __init__(self, p: Problem, first: bool, kept: Tensor, filling: bool):
-        self.p, self.first = p, first
-        self.flat = first and (p.use is None or p.use.shape[-1] == 1)
-        self.kept: Any = kept if len(kept) else None
-        self.filling = filling and first and self.kept is not None
-        if not p.variable:
-            return
-        W, B = p.beta_columns  # [d, 2 j], [2 j]
-        W_c, B_c = (self._flatten(W), self._flatten(B)) if self.flat else (W, B)  # [d, 2 j or j], [2 j or j]
-        # While c is kept it is computed whole; its gradient needs the flat combination alone.
-        self.W, self.B = (W, B) if self.filling else (W_c, B_c)
-        self.n_c = len(self.B), len(B_c)
-        if first:
-            self.W, W_c = (torch.cat((t, self._activation_columns(t)), 1) for t in (self.W, W_c))
-            self.B = nnf.pad(self.B, (0, self.W.shape[1] - len(self.B)))  # [2 j or j, and 0 for a_inp]
-        self.rows = W_c.mT[None]  # [1, q, d]
-
-    def _flatten(self, c: Tensor) -> Tensor:
-        c_sum, c_ign = c.chunk(2, -1)  # [..., j], [..., j]
-        return self.p.prior * c_sum - c_ign  # [..., j]
-
-    def _activation_columns(self, W: Tensor) -> Tensor:
-        """W_A as a column, and zeros that keep rows aligned, [d, 1 to 8]."""
-        zeros = W.new_zeros(W.shape[0], -(W.shape[1] + 1) % 8)  # [d, 0 to 7]
-        return torch.cat((self.p.w.W_A.mT.to(W.dtype), zeros), 1)
-
-    def __call__(self, x: Tensor, chunk: Chunk):
-        """c of a chunk, [b, i, 2 j or j], and in the first forward pass a_inp [b, i]; None if fixed."""
-        p, at = self.p, (chunk.batch, chunk.rows)
-        if not p.variable:
-            return None, None
-        if self.kept is not None and not self.filling:
-            c = self.kept[at]  # [b, i, 2 j]
-            return self._flatten(c) if self.flat else c, None
-        columns, k = linear(p, x, self.W, self.B), self.n_c[0]  # [b, i, 2 j or j, and the activations]
-        c, a_inp = columns[..., :k], None  # [b, i, 2 j or j]
-        if self.first:
-            a_inp = torch.addcdiv(p.w.B_A.to(p.dtype), columns[..., k], p.sqrt_n_inp[chunk.samples])  # [b, i]
-        if self.filling:
-            self.kept[at] = c
-            c = self._flatten(c) if self.flat else c
-        return c, a_inp
-
-    def finish(self, grad_rows: Tensor, grad_B: Tensor, grads) -> None:
-        """Hand over the gradients of the columns: grad_rows [q, d], and summed over inputs, grad_B [b, q]."""
-        if not self.p.variable:
-            return
-        k = self.n_c[1]
-        for name, grad in (("W", grad_rows[:k].mT), ("B", grad_B[:, :k].sum(0))):
-            grad_use, grad_ign = split_betas(self.p, grad, self.flat)
-            grads.add(f"{name}_use", grad_use)
-            grads.add(f"{name}_ign", grad_ign)
-        if self.first:
-            grads.add("W_A", grad_rows[None, k].clone())  # [1, d]
-            grads.add("B_A", (grad_B[:, k, None] * self.p.sqrt_n_inp).sum(0))  # [1]
 
 
 def split_betas(p: Problem, grad_c: Tensor, flat: bool) -> tuple[Tensor, Tensor]:

@@ -63,11 +63,11 @@ class Problem:
         return self.w.W_use is not None
 
     @cached_property
-    def beta_columns(self) -> tuple[Tensor, Tensor]:
-        """Of a variable length, the matrix [d, 2 j] and bias [2 j] that give c_sum and c_ign from x_inp."""
+    def beta_rows(self) -> tuple[Tensor, Tensor]:
+        """Of a variable length, the matrix [2 j, d] and bias [2 j] that give c_sum and c_ign from x_inp."""
         w = self.w
-        W = torch.cat((w.W_use + w.W_ign, w.W_ign), 1)  # [d, 2 j]
-        return W.to(self.dtype), torch.cat((w.B_use + w.B_ign, w.B_ign)).to(self.dtype)  # [d, 2 j], [2 j]
+        W = torch.cat(((w.W_use + w.W_ign).mT, w.W_ign.mT))  # [2 j, d]
+        return W.to(self.dtype), torch.cat((w.B_use + w.B_ign, w.B_ign)).to(self.dtype)  # [2 j, d], [2 j]
 
     @property
     def n_out(self) -> int:

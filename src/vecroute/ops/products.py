@@ -17,6 +17,26 @@ def operand_dtype(p: Problem) -> torch.dtype:
     return p.dtype if p.x_inp.dtype == p.dtype else p.rounded
 
 
+def multiply(p: Problem, x: Tensor, M: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [b, i, q] = x M^T + bias, for x [b, i, d], M [b or 1, q, d], and a bias [q] or None."""
+    rounded = operand_dtype(p)
+    if has_kernel(p, x, out) or rounded != p.dtype:
+        product(p, x, M.expand(len(x), -1, -1).mT, out)
+        if bias is not None:
+            out += bias
+        return
+    if len(M) == 1 and (len(x) == 1 or out.is_contiguous()):
+        rows, flat = x.reshape(-1, x.shape[-1]), out[0] if len(x) == 1 else out.flatten(0, 1)  # [b i, d or q]
+        if bias is None:
+            torch.mm(rows, M[0].mT, out=flat)
+        else:
+            torch.addmm(bias, rows, M[0].mT, out=flat)
+    elif bias is None:
+        torch.bmm(x, M.expand(len(x), -1, -1).mT, out=out)
+    else:
+        torch.baddbmm(bias, x, M.expand(len(x), -1, -1).mT, out=out)
+
+
 def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Batched a @ b in p.dtype, its operands rounded where that is faster."""
     rounded = operand_dtype(p)
@@ -28,16 +48,6 @@ def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tens
         return torch.bmm(a, b, out=out)
     result = torch.bmm(a, b, out_dtype=p.dtype) if a.is_cuda else torch.bmm(a, b).to(p.dtype)
     return result if out is None else out.copy_(result)
-
-
-def linear(p: Problem, x: Tensor, W: Tensor, B: Tensor) -> Tensor:
-    """x W + B in p.dtype, for x [b, i, d], W [d, q] and B [q] -> [b, i, q]."""
-    rows = x.reshape(-1, x.shape[-1])  # [b i, d]
-    if rows.dtype == p.dtype and not has_kernel(p, rows):
-        y = torch.addmm(B, rows, W)  # [b i, q]
-    else:
-        y = product(p, rows[None], W[None])[0].add_(B)  # [b i, q]
-    return y.view(*x.shape[:-1], -1)  # [b, i, q]
 
 
 def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:

@@ -79,7 +79,7 @@ class StreamedSteps:
         p = self.p
         with_i = () if p.variable else ("W_A", "B_A", "beta_use", "beta_ign", "W_S", "B_S")
         grads = Grads({name: torch.empty_like(getattr(p.w, name), dtype=p.dtype) for name in with_i})
-        into = passes.InputGradient(p, 2, need_grad_x)
+        into = passes.InputGradient(p, 2, need_grad_x, None if p.variable else grads["W_A"])
         grad_f = torch.zeros_like(self.f_a_inp)  # [b, i]
         shared = self.f_a_inp, self.kept
         with tf32_under_autocast(p):

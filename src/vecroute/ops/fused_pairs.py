@@ -1,0 +1,274 @@
+"""Triton kernels for what is done to each pair i, j of a chunk, and to the activations.
+
+Kernel vocabulary: ``o_`` offsets, ``m_`` masks of what is inside, ``b_`` blocks of values. Offsets are int64.
+A program has some rows i of a sample and goes over all outputs j in blocks, once for the normaliser of R and
+again for the result; the second time the blocks come from the cache.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def log_f(z):
+    """log of the logistic function, finite for every finite z."""
+    return tl.minimum(z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(z)))
+
+
+@triton.jit
+def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.constexpr, FIXED: tl.constexpr,
+           MASKED: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """S of a block, -inf at unused pairs and outside; 0 under the flat prior; and the dot product."""
+    b_dot = tl.zeros(m.shape, T)
+    S = tl.zeros(m.shape, T)
+    if not FIRST:
+        b_dot = tl.load(dot + o_dot + o_j, mask=m, other=0.0).to(T)
+        z = b_dot
+        if FIXED:
+            z = z * tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(T)
+        z += tl.load(B_S + o_S + o_j, mask=m, other=0.0).to(T)
+        S = log_f(z)
+    if MASKED:
+        m = m & (tl.load(use + o_use + o_j * j_use, mask=m, other=0) != 0)
+    return tl.where(m, S, -float("inf")), b_dot, m
+
+
+@triton.jit
+def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, TILES: tl.constexpr, FIRST: tl.constexpr,
+               FIXED: tl.constexpr, MASKED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The greatest S of each row (0 if none is used) and 1 / sum_j exp(S - it) (0 if none is used)."""
+    top = tl.full([BLOCK_I, 1], -float("inf"), T)
+    total = tl.zeros([BLOCK_I, 1], T)
+    for tile in range(TILES):
+        o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
+        m = m_i & (o_j < n_out)
+        S, _, _ = scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST, FIXED, MASKED, T)
+        new = tl.maximum(top, tl.max(S, 1)[:, None])
+        safe = tl.where(new == -float("inf"), 0.0, new)
+        total = total * tl.exp(top - safe) + tl.sum(tl.exp(S - safe), 1)[:, None]
+        top = new
+    empty = total == 0.0
+    return tl.where(empty, 0.0, top), tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
+
+
+@triton.jit
+def betas(c_sum, c_ign, o_c, o_j, m, FIXED: tl.constexpr, T: tl.constexpr):
+    """c_sum and c_ign of a block; of a fixed length the pointers are to beta_use and beta_ign."""
+    b_sum = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
+    b_ign = tl.load(c_ign + o_c + o_j, mask=m, other=0.0).to(T)
+    if FIXED:
+        b_sum += b_ign
+    return b_sum, b_ign
+
+
+@triton.jit
+def coefficients_kernel(
+    dot,  # [b, i, j] x_inp times x_hat; where FIRST not read
+    c_sum,  # [b, i, j], or beta_use [i, j] where FIXED; where FLAT the flat c
+    c_ign,  # the same of c_ign; where FLAT not read
+    W_S,  # [i, j] where FIXED, else not read
+    B_S,  # [i, j], or [1, j] with row stride 0
+    use,  # [b, i, j] where MASKED
+    f,  # [b, i], filled where ACTIVATE
+    a,  # [b, i] x_inp times W_A, where ACTIVATE
+    B_A,  # [1]
+    sqrt_n_inp,  # [b]
+    phi,  # [b, i, j] the result
+    n_inp,
+    n_out,
+    dot_b, dot_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, a_b, a_i, phi_b, phi_j,  # strides
+    ACTIVATE: tl.constexpr,
+    FIRST: tl.constexpr,
+    FIXED: tl.constexpr,
+    FLAT: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    TILES: tl.constexpr,  # blocks of outputs; if one, all of it stays in registers
+    VEC: tl.constexpr,  # a divisor of n_out and all row strides, which are given in units of it
+    T: tl.constexpr,  # what is computed in
+):  # fmt: skip
+    """phi = f (c_sum R - c_ign)."""
+    n_out = n_out * VEC
+    o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
+    b = tl.program_id(1).to(tl.int64)
+    m_i = o_i < n_inp
+    o_dot, o_c, o_S = (b * dot_b + o_i * dot_i) * VEC, (b * c_b + o_i * c_i) * VEC, o_i * S_i * VEC
+    o_use = b * use_b + o_i * use_i
+    p_phi = phi + b * phi_b + o_i
+    if ACTIVATE:
+        b_a = tl.load(a + b * a_b + o_i * a_i, mask=m_i, other=0.0).to(T) / tl.load(sqrt_n_inp + b)
+        b_f = 1.0 / (1.0 + tl.exp(-(b_a + tl.load(B_A).to(T))))
+        tl.store(f + b * f_b + o_i, b_f, mask=m_i)
+    else:
+        b_f = tl.load(f + b * f_b + o_i, mask=m_i, other=0.0).to(T)
+    if not FLAT:
+        top, scale = normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED, MASKED,
+                                BLOCK_I, BLOCK_J, T)  # fmt: skip
+    for tile in range(TILES):
+        o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
+        m = m_i & (o_j < n_out)
+        if FLAT:
+            u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
+            if MASKED:
+                u = tl.where(tl.load(use + o_use + o_j * use_j, mask=m, other=0) != 0, u, 0.0)
+        else:
+            S, _, m_used = scores(
+                dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
+            )
+            b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
+            u = tl.where(m_used, b_sum * (tl.exp(S - top) * scale) - b_ign, 0.0)
+        tl.store(p_phi + o_j.to(tl.int64) * phi_j, u * b_f, mask=m)
+
+
+@triton.jit
+def add_to(pointer, value, mask, fresh, T: tl.constexpr):
+    """Add to what is stored, or store if fresh."""
+    stale = tl.full(mask.shape, 0, tl.int32) + fresh == 0
+    before = tl.load(pointer, mask=mask & stale, other=0.0).to(T)
+    tl.store(pointer, (before + value).to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def coefficients_backward_kernel(
+    pairs,  # [b, i, 2 j] grad_phi and dot; where FIRST [b, i, j]
+    results,  # the same for phi and the gradient of dot; may be pairs itself
+    c_sum, c_ign, W_S, B_S, use, f,  # as above
+    sqrt_n_inp,  # [b]
+    grad_s,  # [b, j]
+    grad_f,  # [b, i], added to; where FIRST turned into the gradient of W_A x_inp
+    grad_a,  # [b, i, n_a] where FIRST and not FIXED: the same, and zeros
+    grad_sum,  # [b, i, j] of c_sum, or where FIXED of beta_use; where FLAT of the flat c
+    grad_ign,  # the same of c_ign
+    grad_W_S,  # [b, i, j] where FIXED
+    grad_B_S,  # [b, i, j] where FIXED
+    grad_dot,  # [b, j, i] where FIXED: the gradient of dot once more, for a sum over i
+    fresh,  # whether the gradients are stored instead of added to, where FIXED
+    n_inp,
+    n_out,
+    pairs_b, pairs_i, results_b, results_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, grad_s_b, grad_f_b, grad_c_b,
+    grad_c_i, n_a,
+    FIRST: tl.constexpr,
+    FIXED: tl.constexpr,
+    FLAT: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    TILES: tl.constexpr,  # as above
+    VEC: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ``coefficients_kernel``."""
+    n_out = n_out * VEC
+    o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
+    b = tl.program_id(1).to(tl.int64)
+    m_i = o_i < n_inp
+    o_pairs, o_c, o_S = (b * pairs_b + o_i * pairs_i) * VEC, (b * c_b + o_i * c_i) * VEC, o_i * S_i * VEC
+    o_grad_c, o_use = (b * grad_c_b + o_i * grad_c_i) * VEC, b * use_b + o_i * use_i
+    o_dot, o_results = o_pairs + n_out, (b * results_b + o_i * results_i) * VEC
+    b_f = tl.load(f + b * f_b + o_i, mask=m_i, other=0.0).to(T)
+    if not FLAT:
+        top, scale = normaliser(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED,
+                                MASKED, BLOCK_I, BLOCK_J, T)  # fmt: skip
+    # Once over j for what needs a sum over j: grad_f, and sum_j R grad_R for the softmax.
+    sum_f = tl.zeros([BLOCK_I, 1], T)
+    sum_R = tl.zeros([BLOCK_I, 1], T)
+    for tile in range(TILES):
+        o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
+        m = m_i & (o_j < n_out)
+        grad_phi = tl.load(pairs + o_pairs + o_j, mask=m, other=0.0).to(T)
+        grad_phi += tl.load(grad_s + b * grad_s_b + o_j, mask=o_j < n_out, other=0.0).to(T)
+        if FLAT:
+            u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
+            if MASKED:
+                used = tl.load(use + o_use + o_j * use_j, mask=m, other=0) != 0
+                u, grad_phi = tl.where(used, u, 0.0), tl.where(used, grad_phi, 0.0)
+            tl.store(results + o_results + o_j, u * b_f, mask=m)
+            tl.store(grad_sum + o_grad_c + o_j, grad_phi * b_f, mask=m)
+        else:
+            S, _, m_used = scores(
+                pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
+            )
+            b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
+            R = tl.exp(S - top) * scale
+            grad_phi = tl.where(m_used, grad_phi, 0.0)
+            u = tl.where(m_used, b_sum * R - b_ign, 0.0)
+            sum_R += tl.sum(R * b_sum * grad_phi * b_f, 1)[:, None]
+        sum_f += tl.sum(tl.where(m, u * grad_phi, 0.0), 1)[:, None]
+    if not FLAT:
+        for tile in range(TILES):
+            o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
+            m = m_i & (o_j < n_out)
+            S, b_dot, m_used = scores(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED,
+                                      T)  # fmt: skip
+            b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
+            R = tl.exp(S - top) * scale
+            grad_phi = tl.load(pairs + o_pairs + o_j, mask=m, other=0.0).to(T)
+            grad_phi += tl.load(grad_s + b * grad_s_b + o_j, mask=o_j < n_out, other=0.0).to(T)
+            grad_phi = tl.where(m_used, grad_phi * b_f, 0.0)
+            if FIXED:
+                add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
+                add_to(grad_ign + o_grad_c + o_j, (R - 1.0) * grad_phi, m, fresh, T)
+            else:
+                tl.store(grad_sum + o_grad_c + o_j, R * grad_phi, mask=m)
+                tl.store(grad_ign + o_grad_c + o_j, -grad_phi, mask=m)
+            if not FIRST:
+                grad_z = R * (b_sum * grad_phi - sum_R) * (1.0 - tl.exp(S))
+                if FIXED:
+                    add_to(grad_W_S + o_grad_c + o_j, grad_z * b_dot, m, fresh, T)
+                    add_to(grad_B_S + o_grad_c + o_j, grad_z, m, fresh, T)
+                    grad_z *= tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(T)
+                    tl.store(grad_dot + (b * n_out + o_j) * n_inp + o_i, grad_z, mask=m)
+                tl.store(results + o_results + n_out + o_j, grad_z, mask=m)
+            u = tl.where(m_used, b_sum * R - b_ign, 0.0)
+            tl.store(results + o_results + o_j, u * b_f, mask=m)
+    # Last, so that with one tile nothing that was loaded need be loaded again.
+    p_f = grad_f + b * grad_f_b + o_i
+    total = tl.load(p_f, mask=m_i, other=0.0) + sum_f
+    if FIRST:
+        total *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
+        if not FIXED:
+            o_a = tl.arange(0, 8)[None, :]
+            b_a = tl.where(o_a == 0, total, 0.0)
+            tl.store(grad_a + o_results + o_a, b_a, mask=m_i & (o_a < n_a))
+    tl.store(p_f, total, mask=m_i)
+
+
+@triton.jit
+def activations_kernel(
+    x, W_A, B_A, sqrt_n_inp, f,  # [b, i, d], [i, d], [i], [b], [b, i]
+    n_inp, d_inp, x_b, x_i, x_d, W_i, f_b, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """f(a_inp_i), the logistic function of sum_d W_A_id x_inp_id / sqrt(n_inp) + B_A_i."""
+    o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
+    b = tl.program_id(1).to(tl.int64)
+    m_i = o_i < n_inp
+    total = tl.zeros([BLOCK_I, BLOCK_D], T)
+    for start in range(0, d_inp, BLOCK_D):
+        o_d = start + tl.arange(0, BLOCK_D)[None, :]
+        m = m_i & (o_d < d_inp)
+        b_x = tl.load(x + b * x_b + o_i * x_i + o_d * x_d, mask=m, other=0.0).to(T)
+        total += b_x * tl.load(W_A + o_i * W_i + o_d, mask=m, other=0.0).to(T)
+    a = tl.sum(total, 1)[:, None] / tl.load(sqrt_n_inp + b) + tl.load(B_A + o_i, mask=m_i, other=0.0)
+    tl.store(f + b * f_b + o_i, 1.0 / (1.0 + tl.exp(-a)), mask=m_i)
+
+
+@triton.jit
+def activations_backward_kernel(
+    x, W_A, scaled, grad_x, grad_W_A,  # [b, i, d], [i, d], [b, i], [b, i, d], [i, d]
+    n_batch, n_inp, d_inp, x_b, x_i, x_d, W_i, scaled_b, grad_x_b, grad_x_i, grad_x_d, grad_W_i, fresh,
+    GRAD_X: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """grad_x_id += scaled_i W_A_id and grad_W_A_id = sum over the batch of scaled_i x_id."""
+    o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    m_i = o_i < n_inp
+    m = m_i & (o_d < d_inp)
+    b_W = tl.load(W_A + o_i * W_i + o_d, mask=m, other=0.0).to(T)
+    total = tl.zeros([BLOCK_I, BLOCK_D], T)
+    for b in range(tl.full([], 0, tl.int64), n_batch):
+        b_a = tl.load(scaled + b * scaled_b + o_i, mask=m_i, other=0.0)
+        total += b_a * tl.load(x + b * x_b + o_i * x_i + o_d * x_d, mask=m, other=0.0).to(T)
+        if GRAD_X:
+            add_to(grad_x + b * grad_x_b + o_i * grad_x_i + o_d * grad_x_d, b_a * b_W, m, 0, T)
+    add_to(grad_W_A + o_i * grad_W_i + o_d, total, m, fresh, T)
