@@ -99,9 +99,9 @@ def coefficients_backward(
     grad_dot = room.take("grad_dot", f, b, n_out, i) if transposed else f  # [b, j, i]
     coefficients_backward_kernel[triton.cdiv(i, blocks["BLOCK_I"]), b](
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
-        grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1], grad_dot=grad_dot,
+        grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
         fresh=int(fresh or b > 1), grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0),
-        n_a=results.shape[-1] - columns.a, **arguments, **blocks,
+        grad_dot=grad_dot, n_a=results.shape[-1] - columns.a, **arguments, **blocks,
     )  # fmt: skip
     if c is None and b > 1:
         for name, part in zip(names, of_pairs, strict=True):
