@@ -1,13 +1,20 @@
 """Vectors larger than memory, routed from a file: ``python benchmarks/out_of_core.py``.
 
-A file of 20 GB of float16 vectors is made, routed and removed again, in processes that may not have more
-than 2 GB (RLIMIT_DATA; the peak of resident memory is measured too). ``streamed_s`` is the time of one call
-for all of it.
+A file of 20 GB of float16 vectors is made, routed and removed again, on the CPU in processes that may not
+have more than 2 GB (RLIMIT_DATA; the peak of resident memory is measured too). ``streamed_s`` is the time of
+one call for all of it.
 
 How good that is, is measured on some parts of the file, on each in turn, so that what else the machine does
-weighs on all alike: the time to route the part from the file, that of reading it alone as often, and that of
-routing as many vectors that are in memory. Neither of the two can be beaten; ``share`` is the slower of them
-over the time of streaming. Files are dropped from the system's cache before they are read.
+weighs on all alike: the time to route the part from the file, and what cannot be beaten,
+
+- reading: that of reading the part alone, as often;
+- copying: that of copying as many bytes of pinned memory to the GPU, if there is one;
+- in_memory: that of routing the same part from memory (of the GPU, if there is one), a chunk after the other;
+- arithmetic: that of routing as many vectors, of which one chunk alone is in memory, and soon in the caches.
+
+``share`` is the slowest of reading, copying and arithmetic over the time of streaming, ``share_in_memory``
+the same with in_memory in place of arithmetic. Files are read as vectors larger than memory are, past the
+system's cache, or with --cached from there.
 
 Rows are appended to out_of_core.csv.
 """
@@ -31,22 +38,23 @@ from torch import Tensor
 
 import vecroute as vr
 from vecroute.distributed import open_vectors, stream
-from vecroute.distributed.vectors import FileVectors, Segment
+from vecroute.distributed.files import FileVectors, Segment
 
 BLOCK = 64 * MB  # of random numbers, which the file repeats
 PASSES = {"forward": 2, "both": 4}  # over the file
+TIMED = ("reading", "copying", "arithmetic", "in_memory", "streaming")
 
 
 class InMemory:
-    """As many vectors as a file has, all of them the same few, which need no reading."""
+    """Vectors that need no reading; those of one chunk stand for all if there are not as many."""
 
-    def __init__(self, n_inp: int, d_inp: int):
-        self.n_inp, self.d_inp, self.dtype = n_inp, d_inp, torch.float16
+    def __init__(self, x_inp: Tensor, n_inp: int):
+        self.x_inp, self.n_inp, self.d_inp, self.dtype = x_inp, n_inp, x_inp.shape[1], x_inp.dtype
 
     def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
-        chunk = torch.randn(rows, self.d_inp, pin_memory=pinned).half()  # [rows, d]
         for start in range(0, self.n_inp, rows):
-            yield chunk[: min(rows, self.n_inp - start)]
+            first = start if len(self.x_inp) == self.n_inp else 0
+            yield self.x_inp[first : first + min(rows, self.n_inp - start)]  # [rows, d]
 
 
 def make_file(path: Path, n_inp: int, d_inp: int) -> None:
@@ -62,33 +70,43 @@ def make_file(path: Path, n_inp: int, d_inp: int) -> None:
         os.fsync(file.fileno())
 
 
-class Cold:
-    """Some rows of a file, which is dropped from the system's cache before every pass."""
-
-    def __init__(self, path: Path, start: int = 0, n_inp: int | None = None):
-        whole = open_vectors(path)
-        self.path, self.d_inp, self.dtype = path, whole.d_inp, whole.dtype
-        self.n_inp = whole.n_inp if n_inp is None else n_inp
-        (segment,) = whole.segments
-        offset = segment.offset + start * whole.row_bytes
-        self.rows = FileVectors([Segment(path, offset, self.n_inp)], self.d_inp, self.dtype)
-
-    def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
-        with open(self.path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        yield from self.rows.chunks(rows, pinned)
+def part_of(path: Path, start: int, n_inp: int, cached: bool) -> FileVectors:
+    """Some rows of a file, which are read as all of a file larger than memory would be, or from the cache."""
+    whole = open_vectors(path)
+    offset = whole.segments[0].offset + start * whole.row_bytes
+    part = FileVectors([Segment(path, offset, n_inp)], whole.d_inp, whole.dtype)
+    part.direct = not cached
+    return part
 
 
-def read(source: Cold, passes: int, rows: int) -> float:
+def loaded(part: FileVectors, rows: int, device: str) -> Tensor:
+    """Vectors of a file in memory, [i, d]."""
+    x_inp = torch.empty(part.n_inp, part.d_inp, dtype=part.dtype, device=device)  # [i, d]
+    for to, chunk in zip(x_inp.split(rows), part.chunks(rows), strict=True):
+        to.copy_(chunk)
+    return x_inp
+
+
+def read(source: FileVectors, passes: int, rows: int, device: str) -> float:
     """Seconds to read vectors so many times, and to do nothing with them."""
     start = time.perf_counter()
     for _ in range(passes):
-        for _ in source.chunks(rows):
+        for _ in source.chunks(rows, common.is_cuda(device)):
             pass
     return time.perf_counter() - start
 
 
-def route(source, sizes: dict[str, int], which: str, rows: int, device: str) -> float:
+def copy(chunk: Tensor, n_inp: int, passes: int, device: str) -> float:
+    """Seconds to copy a chunk in pinned memory to a GPU until n_inp vectors are copied, so many times."""
+    there = chunk.to(device)  # [rows, d]
+    start = time.perf_counter()
+    for _ in range(passes * n_inp // len(chunk)):
+        there.copy_(chunk, non_blocking=True)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def route(source: Any, sizes: dict[str, int], which: str, rows: int, device: str) -> float:
     """Seconds to route vectors a chunk at a time, forward or forward and backward."""
     torch.manual_seed(0)
     layer = vr.VectorRouting(n_inp=None, **sizes, device=device)
@@ -98,63 +116,84 @@ def route(source, sizes: dict[str, int], which: str, rows: int, device: str) -> 
         if which == "both":
             x_out.square().sum().backward()
     assert x_out.isfinite().all()
+    if common.is_cuda(device):
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
 def take_turns(
     path: Path, sizes: dict[str, int], which: str, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Seconds of reading, of arithmetic and of streaming, over some parts of the file."""
-    n_inp = open_vectors(path).n_inp
-    size = min(int(1e9) // (2 * options.d_inp), n_inp)
-    route(InMemory(options.rows, options.d_inp), sizes, which, options.rows, options.device)  # warms up
-    sums = dict.fromkeys(("reading", "arithmetic", "streaming"), 0.0)
+    """Seconds of each thing on its own and of streaming, over some parts of the file."""
+    whole, rows, device = open_vectors(path), options.rows, options.device
+    size = min(int(options.part_gb * 1e9) // whole.row_bytes, whole.n_inp)
+    chunk = torch.randn(min(rows, size), whole.d_inp).half()  # [rows, d]
+    if common.is_cuda(device):
+        chunk = chunk.pin_memory()
+    same = InMemory(chunk.to(device), size)
+    route(InMemory(same.x_inp, rows), sizes, which, rows, device)  # warms up
+    sums: dict[str, float] = {}
     for k in range(options.parts):
-        part = Cold(path, (n_inp - size) * k // max(1, options.parts - 1), size)
-        sums["reading"] += read(part, PASSES[which], options.rows)
-        memory = InMemory(size, options.d_inp)
-        sums["arithmetic"] += route(memory, sizes, which, options.rows, options.device)
-        sums["streaming"] += route(part, sizes, which, options.rows, options.device)
+        part = part_of(path, (whole.n_inp - size) * k // max(1, options.parts - 1), size, options.cached)
+        x_inp = loaded(part, rows, device)  # [size, d]
+        turns = {
+            "reading": lambda part=part: read(part, PASSES[which], rows, device),
+            "arithmetic": lambda: route(same, sizes, which, rows, device),
+            "in_memory": lambda x=x_inp: route(InMemory(x, size), sizes, which, rows, device),
+            "streaming": lambda part=part: route(part, sizes, which, rows, device),
+        }
+        if common.is_cuda(device):
+            turns["copying"] = lambda: copy(chunk, size, PASSES[which], device)
+        for name, turn in turns.items():
+            sums[name] = sums.get(name, 0.0) + turn()
     return sums
 
 
-def limited(options: argparse.Namespace, function, *arguments) -> tuple[Any, float]:
-    """What a function returns, and the peak of resident memory in MB, in a process with a limit."""
+def limited(options: argparse.Namespace, function, *arguments) -> tuple[Any, dict[str, float | None]]:
+    """What a function returns, and the peaks of memory, in a process that has a limit on the CPU."""
     context = multiprocessing.get_context("spawn")
-    limits = options.limit_mb, options.threads
+    limits = None if common.is_cuda(options.device) else options.limit_mb, options.threads
     with ProcessPoolExecutor(1, mp_context=context, initializer=limit, initargs=limits) as pool:
-        return pool.submit(function, *arguments).result(), pool.submit(peak_mb).result()
+        return pool.submit(function, *arguments).result(), pool.submit(peaks, options.device).result()
 
 
-def limit(limit_mb: int, threads: int) -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_mb * MB, limit_mb * MB))
+def limit(limit_mb: int | None, threads: int) -> None:
+    if limit_mb is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_mb * MB, limit_mb * MB))
     torch.set_num_threads(threads)
 
 
-def peak_mb() -> float:
-    return common.resident("VmHWM") / MB
+def peaks(device: str) -> dict[str, float | None]:
+    """The most memory that this process has had, in MB."""
+    on_gpu = torch.cuda.max_memory_allocated() / MB if common.is_cuda(device) else None
+    return {"peak_mb": common.resident("VmHWM") / MB, "peak_gpu_mb": on_gpu}
 
 
 def measure(path: Path, options: argparse.Namespace) -> None:
     """One row for forward and one for forward + backward."""
     sizes = {"n_out": options.n_out, "d_inp": options.d_inp, "d_out": options.d_inp, "n_iters": 2}
+    n_inp = open_vectors(path).n_inp
     for which in options.which:
         parts, _ = limited(options, take_turns, path, sizes, which, options)
-        arguments = sizes, which, options.rows, options.device
-        streamed, peak = limited(options, route, Cold(path), *arguments)
+        whole = part_of(path, 0, n_inp, options.cached)
+        streamed, most = limited(options, route, whole, sizes, which, options.rows, options.device)
+        bounds = [parts[name] for name in ("reading", "copying") if name in parts]
         row = {
             "which": which,
             "gigabytes": path.stat().st_size / 1e9,
-            "n_inp": open_vectors(path).n_inp,
+            "n_inp": n_inp,
             **sizes,
             "rows": options.rows,
             "threads": options.threads,
+            "read_from": "cache" if options.cached else "disk",
             "streamed_s": streamed,
-            "limit_mb": options.limit_mb,
-            "peak_mb": peak,
-            "parts_gb": options.parts,
-            **{f"parts_{name}_s": seconds for name, seconds in parts.items()},
-            "share": max(parts["reading"], parts["arithmetic"]) / parts["streaming"],
+            "limit_mb": None if common.is_cuda(options.device) else options.limit_mb,
+            **most,
+            "parts_gb": options.parts * options.part_gb,
+            **{f"parts_{name}_s": parts.get(name) for name in TIMED},
+            "share": max(*bounds, parts["arithmetic"]) / parts["streaming"],
+            "share_in_memory": max(*bounds, parts["in_memory"]) / parts["streaming"],
+            "load": os.getloadavg()[1],
             **common.about(options.device),
         }
         print({key: common.written(value) for key, value in row.items()}, flush=True)
@@ -166,14 +205,17 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=20.0)
     parser.add_argument("--d-inp", type=int, default=1024)
     parser.add_argument("--n-out", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=2048, help="of a chunk")
+    parser.add_argument("--rows", type=int, help="of a chunk; 2048, on a GPU 65536")
     parser.add_argument("--threads", type=int, default=1, help="that compute; one more reads")
-    parser.add_argument("--parts", type=int, default=5, help="of 1 GB, on which shares are measured")
-    parser.add_argument("--limit-mb", type=int, default=2048)
+    parser.add_argument("--parts", type=int, default=5, help="of the file, on which shares are measured")
+    parser.add_argument("--part-gb", type=float, default=1.0, help="the size of each")
+    parser.add_argument("--cached", action="store_true", help="leave the file in the system's cache")
+    parser.add_argument("--limit-mb", type=int, default=2048, help="of memory, on a CPU")
     parser.add_argument("--which", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--file", type=Path, help="a .npy file of float16 to use instead of a new one")
     parser.add_argument("--folder", type=Path, help="for the file, a temporary one if left out")
     options = parser.parse_args()
+    options.rows = options.rows or (65536 if common.is_cuda(options.device) else 2048)
     gigabytes = 0.05 if options.short else options.gigabytes
     if options.file is not None:
         measure(options.file, options)

@@ -1,4 +1,4 @@
-"""A few gloo processes that stay: tests hand them functions, so that torch is loaded once for all of them."""
+"""A few processes that stay: tests hand them functions, so that torch is loaded once for all of them."""
 
 import multiprocessing
 import os
@@ -30,11 +30,11 @@ def mesh_of(n: int) -> DeviceMesh:
 MESHES: dict[int, DeviceMesh] = {}
 
 
-def serve(rank: int, world: int, store: str, commands: Connection) -> None:
+def serve(rank: int, world: int, store: str, commands: Connection, backend: str, device: str) -> None:
     """Run what comes through the connection, as one rank of a world."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
@@ -43,7 +43,7 @@ def serve(rank: int, world: int, store: str, commands: Connection) -> None:
     for n in range(1, world + 1):
         group = dist.new_group(list(range(n)), timeout=timedelta(seconds=SECONDS))
         if rank < n:
-            MESHES[n] = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",))
+            MESHES[n] = DeviceMesh.from_group(group, device, mesh_dim_names=("sp",))
     while True:
         command = commands.recv()
         if command is None:
@@ -67,17 +67,22 @@ def received(connection: Connection) -> tuple[bool, Any]:
 
 
 class Ranks:
-    """Processes that run functions together. They are forked from one that has torch loaded."""
+    """Processes that run functions together, with meshes of a kind of device.
 
-    def __init__(self, world: int = WORLD):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "vecroute.distributed"])
+    They are forked from one that has torch loaded, or new ones for a GPU, which does not survive a fork.
+    """
+
+    def __init__(self, world: int = WORLD, backend: str = "gloo", device: str = "cpu"):
+        context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        if device == "cpu":
+            context.set_forkserver_preload(["torch", "torch.distributed.tensor", "vecroute.distributed"])
         self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
             store = str(Path(self.folder.name) / "store")
-            process = context.Process(target=serve, args=(rank, world, store, there), daemon=True)
+            arguments = rank, world, store, there, backend, device
+            process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             self.connections.append(here)
             self.processes.append(process)

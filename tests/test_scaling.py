@@ -47,19 +47,36 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
     assert all(parameter.grad is not None for parameter in names["layer"].parameters())
 
 
-def test_rows_of_the_benchmark(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cached", [False, True])
+def test_rows_of_the_benchmark(cached, tmp_path, monkeypatch):
     """With small sizes, and in this process instead of one with a limit."""
-    monkeypatch.setattr(out_of_core, "limited", lambda _, function, *arguments: (function(*arguments), 7.0))
-    sizes = ["--gigabytes", "1e-4", "--d-inp", "16", "--n-out", "3", "--rows", "500", "--parts", "2"]
+    most = {"peak_mb": 7.0, "peak_gpu_mb": None}
+    monkeypatch.setattr(out_of_core, "limited", lambda _, function, *arguments: (function(*arguments), most))
+    sizes = [
+        "--gigabytes",
+        "1e-4",
+        "--d-inp",
+        "16",
+        "--n-out",
+        "3",
+        "--rows",
+        "500",
+        "--parts",
+        "2",
+        "--device",
+        "cpu",
+    ]
     places = ["--folder", str(tmp_path), "--results", str(tmp_path / "results")]
-    monkeypatch.setattr(sys, "argv", ["out_of_core.py", *sizes, *places])
+    monkeypatch.setattr(sys, "argv", ["out_of_core.py", *sizes, *places, *(["--cached"] * cached)])
     out_of_core.main()
     with (tmp_path / "results" / "out_of_core.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["which"] for row in rows] == ["forward", "both"]
     for row in rows:
-        alone = max(float(row["parts_reading_s"]), float(row["parts_arithmetic_s"]))
-        assert float(row["share"]) == pytest.approx(alone / float(row["parts_streaming_s"]), rel=1e-2)
+        seconds = {name: float(row[f"parts_{name}_s"] or 0) for name in out_of_core.TIMED}
+        for share, arithmetic in (("share", "arithmetic"), ("share_in_memory", "in_memory")):
+            bound = max(seconds["reading"], seconds["copying"], seconds[arithmetic])
+            assert float(row[share]) == pytest.approx(bound / seconds["streaming"], rel=1e-2)
         assert (row["n_inp"], row["peak_mb"]) == ("3125", "7")
     assert [path.name for path in tmp_path.iterdir()] == ["results"]  # the file is gone
 

@@ -75,25 +75,26 @@ def outcome(layer: nn.Module, x_inp: Tensor, masks: dict[str, Tensor]) -> dict[s
     layer.zero_grad()
     x_inp = x_inp.clone().requires_grad_()  # [..., i, d]
     routed = layer.route(x_inp, **masks)
-    upstream = torch.linspace(-1, 2, routed.x_out.numel(), dtype=x_inp.dtype).sin()
+    upstream = torch.linspace(-1, 2, routed.x_out.numel(), dtype=x_inp.dtype).sin().to(x_inp.device)
     (routed.x_out * upstream.view(routed.x_out.shape)).sum().backward()
     phi = routed.phi if isinstance(routed.phi, Tensor) else routed.phi.dense()
     found = {"x_out": routed.x_out, "phi": phi, "grad x_inp": x_inp.grad}
     found |= {f"grad {name}": p.grad for name, p in layer.named_parameters()}
-    return {name: local(t).detach().numpy() for name, t in found.items()}
+    return {name: local(t).detach().cpu().numpy() for name, t in found.items()}
 
 
 def local(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-def sharded_outcome(case: Case) -> dict[str, np.ndarray]:
+def sharded_outcome(case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
     mesh = mesh_of(len(case.sizes))
     layer, x_inp, masks = make(case)
     rows = rows_of(case, mesh)
     axis = {"input_mask": -1, "pair_mask": -2}
     own = {name: mask.narrow(axis[name], rows.start, rows.stop - rows.start) for name, mask in masks.items()}
-    return outcome(shard_inputs(layer, mesh), x_inp[..., rows, :], own)
+    own = {name: mask.to(device) for name, mask in own.items()}
+    return outcome(shard_inputs(layer.to(device), mesh), x_inp[..., rows, :].to(device), own)
 
 
 def joined(name: str, parts: list[np.ndarray], case: Case) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vecroute as vr
-from vecroute.distributed import open_vectors, stream, stream_credit
+from vecroute.distributed import files, open_vectors, stream, stream_credit
+from vecroute.distributed.files import FileVectors, OpenFile, Segment, aligned
 from vecroute.distributed.prefetch import prefetched
 
 N_INP, D_INP = 37, 6
@@ -206,6 +208,83 @@ def test_a_reader_that_is_left_alone_ends(tmp_path):
     next(chunks)
     chunks.close()
     assert threading.active_count() == before
+
+
+# Past the system's cache
+
+
+@pytest.fixture
+def flags(monkeypatch) -> list[int]:
+    """With which flags files are opened."""
+    seen, os_open = [], os.open
+
+    def counting(path, flags, *more, **options):
+        seen.append(flags)
+        return os_open(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", counting)
+    return seen
+
+
+@pytest.mark.parametrize("memory", [N_INP * D_INP * 16 - 1, N_INP * D_INP * 16])
+@pytest.mark.parametrize("source", ["npy", "memmap", "raw", "safetensors"])
+def test_vectors_of_more_than_half_the_memory_are_read_directly(source, memory, flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "memory_bytes", lambda: memory)
+    x = vectors()
+    opened = open_vectors(SOURCES[source](tmp_path, x))
+    flags.clear()
+    assert torch.equal(torch.cat([chunk.clone() for chunk in opened.chunks(5)]), x)
+    assert flags
+    assert all(bool(flag & os.O_DIRECT) == (memory < N_INP * D_INP * 16) for flag in flags)
+
+
+def test_numbers_that_do_not_lie_at_their_multiples_are_not_read_directly(flags, tmp_path):
+    x = vectors()
+    (tmp_path / "x.raw").write_bytes(b"xyz" + x.numpy().tobytes())
+    odd = FileVectors([Segment(tmp_path / "x.raw", 3, N_INP)], D_INP, torch.float64)
+    odd.direct = True
+    flags.clear()
+    assert torch.equal(torch.cat([chunk.clone() for chunk in odd.chunks(5)]), x)
+    assert not any(flag & os.O_DIRECT for flag in flags)
+
+
+def test_a_file_system_that_cannot_read_directly(tmp_path, monkeypatch):
+    x, os_open = vectors(), os.open
+
+    def refusing(path, flags, *more, **options):
+        if flags & os.O_DIRECT:
+            raise OSError("Invalid argument")
+        return os_open(path, flags, *more, **options)
+
+    opened = open_vectors(as_npy(tmp_path, x))
+    opened.direct = True
+    monkeypatch.setattr(os, "open", refusing)
+    assert torch.equal(torch.cat([chunk.clone() for chunk in opened.chunks(5)]), x)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_readers_share_the_work(direct, tmp_path):
+    """Bytes of every size and place, whether one reads or four do, up to the end of the file too."""
+    data = np.random.default_rng(0).integers(0, 256, 70_000, np.uint8)
+    data.tofile(tmp_path / "x.raw")
+    with ThreadPoolExecutor(4) as pool:
+        for readers in (None, pool):
+            with OpenFile(tmp_path / "x.raw", direct, readers) as file:
+                for begin, size in (
+                    (0, 1),
+                    (1, 4095),
+                    (5000, 4096),
+                    (3, 4097),
+                    (100, 50_000),
+                    (4096, 65_904),
+                ):
+                    buffer = aligned(size + 2 * files.BLOCK, False).fill_(7)
+                    found = file.read(begin, size, buffer)
+                    assert np.array_equal(found.numpy(), data[begin : begin + size]), (begin, size)
+                with pytest.raises(
+                    ValueError, match="has become shorter while it was read: it ends at byte 70000"
+                ):
+                    file.read(60_000, 10_001, aligned(20_000, False))
 
 
 # Damaged and wrong input

@@ -2,18 +2,19 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vecroute.distributed.vectors import BUFFERS, Vectors
+from vecroute.distributed.files import BUFFERS
+from vecroute.distributed.vectors import Vectors
 
 END = object()
 
 
-def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Iterator[Tensor]:
+def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Generator[Tensor]:
     """The chunks [rows, d] of vectors on the device; the next ones are read and copied in the meantime.
 
     Each is good until the next is asked for. What reading raises is raised here.

@@ -7,7 +7,7 @@ them: activations are computed again from the chunk, and their gradients go on a
 import operator
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,13 +160,17 @@ class Streamed:
             x, w, None, self.sqrt_n_inp, None, self.layer.prior, self.rounded, tuning, implementation
         )
 
-    def chunks(self) -> Any:
-        """The chunks of one pass, [i, d]."""
-        return closing(prefetched(self.vectors, self.rows, self.device))
+    def chunks(self) -> Generator[Tensor]:
+        """The chunks of one pass, [i, d], in the dtype of the layer; each is good until the next."""
+        shape = min(self.rows, self.vectors.n_inp), self.vectors.d_inp
+        # Memory that is new for every chunk would cost more time than the numbers that are written to it.
+        room = torch.empty(shape, dtype=self.dtype, device=self.device)  # [rows, d]
+        with closing(prefetched(self.vectors, self.rows, self.device)) as chunks:
+            for chunk in chunks:
+                yield chunk if chunk.dtype == self.dtype else room[: len(chunk)].copy_(chunk)
 
-    def into_routing(self, chunk: Tensor) -> Tensor:
-        """A chunk as the routing gets it, [1, i, d], in the dtype of the layer."""
-        x = chunk.to(self.dtype)  # [i, d]
+    def into_routing(self, x: Tensor) -> Tensor:
+        """A chunk [i, d] as the routing gets it, [1, i, d]."""
         with torch.autocast(self.device.type, **self.autocast):
             for part in self.before:
                 x = part.module(x)  # [i, d]
@@ -177,7 +181,7 @@ class Streamed:
         j, d = self.layer.W_F1.shape
         y, s = self.sqrt_n_inp.new_zeros(1, j, d), self.sqrt_n_inp.new_zeros(1, j)  # [1, j, d], [1, j]
         y_chunk, s_chunk = torch.empty_like(y), torch.empty_like(s)  # [1, j, d], [1, j]
-        with together(self.layer.group, self.layer.check_ranks), self.chunks() as chunks:
+        with together(self.layer.group, self.layer.check_ranks), closing(self.chunks()) as chunks:
             for chunk in chunks:
                 p = self.problem(self.into_routing(chunk), weights)
                 f = y.new_empty(1, len(chunk)) if x_hat is None else activations(p)  # [1, i]
@@ -202,7 +206,7 @@ class Streamed:
     ) -> Tensor:
         """grad_x_hat [1, j, d] of an iteration; adds to the gradients by name and to those of ``trained``."""
         grad_x_hat, needed = torch.zeros_like(grad_y), bool(trained)  # [1, j, d]
-        with together(self.layer.group, self.layer.check_ranks), self.chunks() as chunks:
+        with together(self.layer.group, self.layer.check_ranks), closing(self.chunks()) as chunks:
             for chunk in chunks:
                 with torch.set_grad_enabled(needed):
                     x = self.into_routing(chunk)  # [1, i, d]

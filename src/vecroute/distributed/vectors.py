@@ -1,22 +1,24 @@
 """Vectors that are read a chunk at a time, again for every pass: from files, Parquet or an iterable."""
 
-import json
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from vecroute.distributed.files import (
+    FileVectors,
+    Segment,
+    mapped,
+    npy_head,
+    safetensors_head,
+    torch_dtype,
+)
 from vecroute.ops.checks import check_size
 from vecroute.storage import require
 
-# One that is used, one that is filled, and those that wait: few if they are pinned, and large; otherwise some
-# more, so that a busy machine need not change between reading and routing at every chunk.
-BUFFERS = {True: 3, False: 8}
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EXPECTED = (
     "a file .npy, files .safetensors or .parquet, a raw file with d_inp and dtype, a memory map, a tensor, "
     "or chunks [rows, d_inp] that can be iterated again and again"
@@ -33,51 +35,6 @@ class Vectors(Protocol):
     def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
         """Chunks [at most rows, d_inp] in order; each stays as it is while some more are read."""
         ...
-
-
-class Segment(NamedTuple):
-    """Rows of vectors that lie in a file one after the other."""
-
-    path: Path
-    offset: int  # in bytes
-    n_inp: int
-
-
-class FileVectors:
-    """Vectors in files, row after row. They are read, not mapped, so that a file may shrink without a crash.
-
-    Raises:
-        ValueError: a file is shorter than it says, or has changed since.
-    """
-
-    def __init__(self, segments: Sequence[Segment], d_inp: int, dtype: torch.dtype):
-        self.segments, self.d_inp, self.dtype = segments, d_inp, dtype
-        self.n_inp = sum(segment.n_inp for segment in segments)
-        self.row_bytes = d_inp * dtype.itemsize
-        self.stamps = [stamp(segment.path) for segment in segments]
-        for segment, (size, _) in zip(segments, self.stamps, strict=True):
-            end = segment.offset + segment.n_inp * self.row_bytes
-            if size < end:
-                shape = f"[{segment.n_inp}, {d_inp}] of {dtype}"
-                raise ValueError(
-                    f"{segment.path} is cut short: {shape} ends at byte {end}, the file at {size}"
-                )
-
-    def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
-        buffers = [
-            torch.empty(min(rows, max(self.n_inp, 1)), self.d_inp, dtype=self.dtype, pin_memory=pinned)
-            for _ in range(BUFFERS[pinned])
-        ]  # [rows, d] each
-        turn = 0
-        for segment, before in zip(self.segments, self.stamps, strict=True):
-            if stamp(segment.path) != before:
-                raise ValueError(f"{segment.path} has changed since it was opened")
-            with open(segment.path, "rb", buffering=0) as file:
-                for start in range(0, segment.n_inp, rows):
-                    chunk = buffers[turn][: min(rows, segment.n_inp - start)]  # [rows, d]
-                    read_into(chunk, file.fileno(), segment.offset + start * self.row_bytes, segment.path)
-                    yield chunk
-                    turn = (turn + 1) % BUFFERS[pinned]
 
 
 class ParquetVectors:
@@ -233,78 +190,3 @@ def open_files(paths: list[Path], name: str | None, d_inp: int | None, dtype: to
         Segment(path, offset, shape[0]) for path, (offset, shape, _) in zip(paths, heads, strict=True)
     ]
     return FileVectors(segments, heads[0][1][1], heads[0][2])
-
-
-def npy_head(path: Path) -> tuple[int, list[int], torch.dtype]:
-    """Where the numbers of a .npy file begin, their shape and dtype."""
-    numpy_format = require("numpy.lib.format", "data")
-    with open(path, "rb") as file:
-        try:
-            version = numpy_format.read_magic(file)
-            read = (
-                numpy_format.read_array_header_1_0
-                if version == (1, 0)
-                else numpy_format.read_array_header_2_0
-            )
-            shape, fortran, dtype = read(file)
-        except ValueError as error:
-            raise ValueError(f"{path} is no .npy file, or damaged: {error}") from error
-        if fortran:
-            raise ValueError(f"{path} must hold rows one after the other, holds columns (fortran_order)")
-        return file.tell(), list(shape), torch_dtype(dtype, path)
-
-
-def safetensors_head(path: Path, name: str | None) -> tuple[int, list[int], torch.dtype]:
-    """The same of a tensor in a safetensors file: length in 8 bytes, JSON of that length, numbers."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            fits = 0 < length <= os.fstat(file.fileno()).st_size
-            tensors: Any = json.loads(file.read(length)) if fits else None
-            tensors.pop("__metadata__", None)
-            name = name or (next(iter(tensors)) if len(tensors) == 1 else None)
-            about = tensors.get(name)
-            if about is None:
-                raise KeyError(f"name must be one of {list(tensors)}, got {name!r}")
-            if about["dtype"] not in DTYPES:
-                raise KeyError(f"tensor {name!r} must be one of {', '.join(DTYPES)}, is {about['dtype']}")
-            return 8 + length + about["data_offsets"][0], about["shape"], DTYPES[about["dtype"]]
-        except KeyError as error:
-            raise ValueError(f"{path}: {error.args[0]}") from error
-        except (ValueError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} is no safetensors file, or damaged") from error
-
-
-def mapped(array: Any) -> Segment:
-    """Where in its file a memory map [n_inp, d_inp], or a part of one that is contiguous, lies."""
-    numpy = require("numpy", "data")
-    if array.ndim != 2 or not array.flags.c_contiguous or array.filename is None:
-        raise ValueError(f"x_inp must be a contiguous memory map [n_inp, d_inp] of a file, got {array.shape}")
-    base = numpy.frombuffer(array._mmap, numpy.uint8).ctypes.data
-    start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
-    return Segment(Path(array.filename), start + array.ctypes.data - base, len(array))
-
-
-def torch_dtype(dtype: Any, where: object = "x_inp") -> torch.dtype:
-    """The torch dtype of a floating-point one of numpy."""
-    found = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16}.get(str(dtype))
-    if found is None:
-        raise ValueError(f"{where} must be of float16, float32 or float64, got {dtype}")
-    return found
-
-
-def stamp(path: Path) -> tuple[int, int]:
-    """Size and time of change of a file."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-def read_into(chunk: Tensor, file: int, offset: int, path: Path) -> None:
-    """Fill a chunk from a place in a file."""
-    view = chunk.view(torch.uint8).numpy().data.cast("B")
-    done = 0
-    while done < len(view):
-        n = os.preadv(file, [view[done:]], offset + done)
-        if n == 0:
-            raise ValueError(f"{path} has become shorter while it was read: it ends at byte {offset + done}")
-        done += n
