@@ -78,7 +78,6 @@ class Stack:
     ):
         heads = [make_head(name, seed=r.seed, **options).to(device) for r in recipes]
         self.head = heads[0]
-        self.head.compacts = False  # how many inputs are left would differ from head to head
         self.n_parameters = sum(p.numel() for p in self.head.parameters())
         stacked, _ = stack_module_state(heads)
         self.parameters = {name: p.detach().requires_grad_() for name, p in stacked.items()}  # [m, ...] each

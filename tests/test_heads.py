@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as nnf
 
 import vecroute as vr
-from vecroute.heads import GatedMLP, ResidualMLP, compact
+from vecroute.heads import GatedMLP, ResidualMLP
 
 SIZES = {"d_emb": 12, "depth": 3, "n_cls": 4}
 
@@ -104,19 +104,6 @@ def test_gradients_reach_every_parameter():
     head = trained(vr.RoutingHead(**SIZES))
     head(torch.randn(2, 5, 3, 12)).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in head.parameters())
-
-
-@pytest.mark.parametrize("batch", [(), (4,), (2, 3)])
-def test_unused_inputs_are_left_out_while_training(batch):
-    head = trained(vr.RoutingHead(**SIZES)).double()
-    hidden = torch.randn(*batch, 6, 3, 12, dtype=torch.float64)
-    mask = torch.rand(*batch, 6, 3) < 0.4
-    mask[..., 0, 0] = True
-    torch.testing.assert_close(head.train()(hidden, mask), head.eval()(hidden, mask))
-    x_inp, input_mask = head.flatten(hidden, mask)
-    fewer, used = compact(x_inp, input_mask)
-    assert fewer.shape == (*batch, input_mask.sum(-1).max(), 12)
-    assert torch.equal(fewer[used], x_inp[input_mask])
 
 
 @pytest.mark.parametrize(

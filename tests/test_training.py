@@ -10,7 +10,7 @@ import torch
 
 import vecroute as vr
 from vecroute import training
-from vecroute.sampling import drop_features, drop_inputs, mix, seeded, shuffled_batches
+from vecroute.sampling import compact, drop_features, drop_inputs, mix, seeded, shuffled_batches
 from vecroute.training import Recipe, Task, train
 
 DEPTH, D_EMB = 2, 8
@@ -218,6 +218,47 @@ def test_inputs_are_dropped_but_never_all(share):
     assert n_kept.tolist() == [max(1, round((1 - share) * n)) for n in n_used.tolist()]
     if share:  # another time others
         assert not torch.equal(keep, drop_inputs(mask, 3, share, seeded(1)))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.8])
+def test_as_many_inputs_stay_of_samples_of_about_the_same_length(share):
+    lengths = torch.tensor([38, 39, 40, 40, 41, 43])
+    keep = drop_inputs(torch.arange(43) < lengths[:, None], 3, share, seeded(0))
+    expected = round((1 - share) * 3 * lengths.float().mean().item())
+    assert keep.sum((1, 2)).tolist() == [min(expected, 3 * n) for n in lengths.tolist()]
+
+
+@pytest.mark.parametrize("lengths", [[5, 2, 3], [4, 4, 4], [1, 0, 2], [0, 0, 0]])
+def test_inputs_that_are_left_out_cost_nothing(lengths):
+    x, mask = torch.randn(3, 9, 4), torch.zeros(3, 9, dtype=torch.bool)
+    for row, n in enumerate(lengths):
+        mask[row, torch.randperm(9)[:n]] = True
+    fewer, used = compact(x, mask)
+    assert fewer.shape == (3, max(*lengths, 1), 4)
+    assert (used is None) == (min(lengths) == max(*lengths, 1))
+    used = torch.ones(fewer.shape[:2], dtype=torch.bool) if used is None else used
+    assert torch.equal(fewer[used], x[mask])
+
+
+class Scored(torch.nn.Module):
+    """A routing head that training does not know as one: it gets all hidden states and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = make_head()
+
+    def forward(self, hidden, mask):
+        return self.head(hidden, mask)
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.3])
+def test_a_routing_head_learns_the_same_from_the_inputs_that_stay_alone(mixup):
+    recipe = Recipe(max_epochs=1, batch_size=8, mixup=mixup)
+    _, weights = weights_after(recipe)
+    other = Scored()
+    train(other, make_task(), recipe)
+    masked = torch.cat([p.detach().flatten() for p in other.parameters()])
+    torch.testing.assert_close(weights, masked, rtol=1e-4, atol=1e-5)
 
 
 def test_features_are_dropped_from_all_hidden_states_of_a_sample():

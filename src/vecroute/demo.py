@@ -120,7 +120,9 @@ def baselines(
     for samples in (train, test):
         features = Features(encoder, samples.items, cache)
         features.prepare()
-        rows = [features.batch([k])[0][0, n_special:].mean(0) for k in range(len(features))]  # [depth, d_emb]
+        rows = [
+            features.batch([k])[0][0, n_special:].float().mean(0) for k in range(len(features))
+        ]  # [depth, d_emb]
         means.append(torch.stack(rows).numpy())  # [n, depth, d_emb]
     found, mean = {}, "mean patch" if n_special else "mean"
     for name, levels in (("the last layer", slice(-1, None)), ("every layer", slice(None))):

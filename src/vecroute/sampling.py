@@ -29,6 +29,8 @@ def shuffled_batches(lengths: Sequence[int], batch_size: int, generator: torch.G
 def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generator) -> Tensor:
     """Leave out a share of the used inputs of each sample at random, but never all of them.
 
+    Where lengths differ by a tenth at most, as many stay of each: the share is that of the batch.
+
     Args:
         mask: [b, n_pos] the used positions.
         depth: inputs at each position.
@@ -41,26 +43,50 @@ def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generat
     used = mask[..., None].expand(*mask.shape, depth)  # [b, n_pos, depth]
     if not share:
         return used
-    # As many of each sample, not a coin for each input: few more are left of one sample than of its
-    # neighbours of the same length, so that a batch without unused inputs is small.
+    # A number for each sample, not a coin for each input, and the same number for samples of about the same
+    # length, which are batched together: without the inputs that are left out, none is padded or masked.
     n_kept = ((1 - share) * used.sum((1, 2))).round().clamp(min=1)  # [b]
+    mean = n_kept.mean().round()
+    alike = ((n_kept - mean).abs() <= mean / 10).all()
+    n_kept = torch.where(alike, mean, n_kept).long()  # [b]
     drawn = torch.rand(used.shape, generator=generator).to(mask.device)  # [b, n_pos, depth]
-    rank = drawn.masked_fill(~used, 2.0).flatten(1).argsort(1).argsort(1)  # [b, n_pos depth]
-    return used & (rank < n_kept[:, None]).view(used.shape)  # [b, n_pos, depth]
+    drawn = drawn.masked_fill(~used, 2.0)  # [b, n_pos, depth]
+    last = drawn.flatten(1).sort(1).values.gather(1, n_kept[:, None] - 1)  # [b, 1]
+    return used & (drawn <= last[..., None])  # [b, n_pos, depth]
+
+
+def compact(x_inp: Tensor, input_mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Leave out unused inputs, as far as the sample with most used ones allows: same result, less work.
+
+    Args:
+        x_inp: [b, i, d], input_mask: [b, i].
+
+    Returns:
+        [b, k, d], the used inputs first, and their mask [b, k], None where all are used.
+    """
+    n_used = input_mask.sum(-1)  # [b]
+    least, most = n_used.aminmax()
+    k = min(max(int(most), 1), input_mask.shape[1])
+    order = input_mask.byte().argsort(dim=-1, descending=True, stable=True)[:, :k]  # [b, k]
+    x_used = x_inp[torch.arange(len(order), device=order.device)[:, None], order]  # [b, k, d]
+    if int(least) == k:
+        return x_used, None
+    return x_used, torch.arange(k, device=order.device) < n_used[:, None]  # [b, k]
 
 
 def drop_features(hidden: Tensor, share: float, generator: torch.Generator) -> Tensor:
     """Set a share of the features to zero, the same ones in all hidden states of a sample.
 
     Args:
-        hidden: [b, n_pos, depth, d_emb].
+        hidden: [b, ..., d_emb].
         share: from 0 to 1.
         generator: on the CPU.
     """
     if not share:
         return hidden
-    drawn = torch.rand(len(hidden), 1, 1, hidden.shape[-1], generator=generator)  # [b, 1, 1, d_emb]
-    return hidden * (drawn >= share).to(hidden.device)  # [b, n_pos, depth, d_emb]
+    b, *several, d_emb = hidden.shape
+    drawn = torch.rand(b, *(1 for _ in several), d_emb, generator=generator)  # [b, ..., d_emb]
+    return hidden * (drawn >= share).to(hidden.device)  # [b, ..., d_emb]
 
 
 def mix(

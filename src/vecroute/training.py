@@ -20,9 +20,10 @@ from torch.func import functional_call
 from vecroute.distributed import own_rows, shard_inputs
 from vecroute.encoders.loading import pick_device
 from vecroute.encoders.text import length_batches
+from vecroute.heads import RoutingHead
 from vecroute.progress import progress_bar
 from vecroute.recipe import Recipe, Source, Task, epochs_for
-from vecroute.sampling import drop_features, drop_inputs, mix, seeded, shuffled_batches
+from vecroute.sampling import compact, drop_features, drop_inputs, mix, seeded, shuffled_batches
 from vecroute.storage import load_tensors, save_tensors
 
 __all__ = [
@@ -112,12 +113,16 @@ class Trainer:
             self.mesh = init_device_mesh(accelerator.device.type, (self.world,))
             self.head = shard_inputs(copy.deepcopy(self.head), self.mesh)
             self.rank, self.world = 0, 1
+        self.parameters = dict(self.head.named_parameters())
         self.optimizer = torch.optim.AdamW(
-            self.head.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
+            self.parameters.values(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
         )
         self.prepared = accelerator.prepare(self.optimizer)
-        self.model = accelerator.prepare(self.head) if self.mesh is None else self.head
-        self.average = {name: p.detach().clone() for name, p in self.head.named_parameters()}
+        # To a routing it is all the same where its inputs come from: a step gives it those alone that stay.
+        self.routes = isinstance(self.head, RoutingHead)
+        model = self.head.network if self.routes else self.head
+        self.model = accelerator.prepare(model) if self.mesh is None else model
+        self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.kept = {name: p.clone() for name, p in self.average.items()}
         self.progress = Progress()
         batches = math.ceil(len(task.train) / recipe.batch_size)
@@ -164,30 +169,39 @@ class Trainer:
         generator = seeded(recipe.seed, "step", progress.epoch, progress.step, self.rank)
         parts, total = self.groups(which), 0.0
         for position, part in enumerate(parts):
-            hidden, mask, targets = self.load_batch(part)
-            keep = drop_inputs(mask, hidden.shape[2], recipe.drop_inputs, generator)  # [b, n_pos, depth]
-            keep = self.own_positions(keep)  # [b, n_pos, depth]
-            hidden = drop_features(hidden, recipe.drop_features, generator)  # [b, n_pos, depth, d_emb]
-            if recipe.mixup:
-                hidden, keep, targets = mix(hidden, keep, targets, recipe.mixup, generator)
+            x, keep, targets = self.inputs(part, generator)  # [b, i, d_emb], [b, i], [b, n_cls]
             last = position == len(parts) - 1
             with self.accelerator.no_sync(self.model) if not last else nullcontext():
                 with self.autocast():
-                    scores = self.model(hidden, keep)  # [b, n_cls]
+                    scores = self.model(x, keep).flatten(1)  # [b, n_cls]
                 loss = self.task.loss(scores.float(), targets, recipe.label_smoothing)
                 loss = loss * (len(part) / len(which))
                 self.accelerator.backward(loss)
             total += loss.item()
         if not math.isfinite(total):
             raise ValueError(f"training diverged: the loss is {total}; try a lower lr than {recipe.lr}")
-        self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.accelerator.clip_grad_norm_(self.parameters.values(), CLIP_NORM)
         self.prepared.step()
         done = progress.epoch * self.steps + progress.step
         weight = 1 - min(1 - 1 / AVERAGED_STEPS, (1 + done) / (10 + done))
         with torch.no_grad():
-            for name, parameter in self.head.named_parameters():
-                self.average[name].lerp_(parameter, weight)
+            torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), weight)
         return total
+
+    def inputs(self, which: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What the model takes of some samples in a step, and their targets [b, n_cls].
+
+        Of a routing head the inputs that stay, [b, i, d_emb] and [b, i]; of others all hidden states,
+        [b, n_pos, depth, d_emb], and which of them stay, [b, n_pos, depth].
+        """
+        recipe = self.recipe
+        x, mask, targets = self.load_batch(which)  # [b, n_pos, depth, d_emb]
+        keep = drop_inputs(mask, x.shape[2], recipe.drop_inputs, generator)  # [b, n_pos, depth]
+        keep = self.own_positions(keep)  # [b, n_pos, depth]
+        if recipe.mixup:
+            x, keep, targets = mix(x.float(), keep, targets, recipe.mixup, generator)
+        x, used = compact(x.flatten(1, 2), keep.flatten(1)) if self.routes else (x, keep)  # [b, i, d_emb]
+        return drop_features(x.float(), recipe.drop_features, generator), used, targets
 
     def rate(self) -> float:
         """The learning rate of this step as a share of the greatest."""
@@ -224,7 +238,9 @@ class Trainer:
                 hidden, mask, targets = self.load_batch(part)
                 mask = self.own_positions(mask)  # [b, n_pos]
                 with self.autocast():
-                    scores = functional_call(self.head, self.average, (hidden, mask)).float()  # [b, n_cls]
+                    scores = functional_call(
+                        self.head, self.average, (hidden.float(), mask)
+                    ).float()  # [b, n_cls]
                 loss = self.task.loss(scores, targets) * len(part)
                 sums += torch.stack(
                     [self.task.right(scores, targets).sum(), loss, loss.new_tensor(len(part))]

@@ -1,5 +1,6 @@
 """Hidden states on disk: computed once per text, memory-mapped, checked, safe to share and to kill."""
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vecroute.encoders.text import TextEncoder
 
@@ -245,7 +247,7 @@ class Features:
         return len(missing) - fitting
 
     def batch(self, which: Sequence[int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """Hidden states [b, n_pos, depth, d_emb] of some texts, in float32, padded; their mask [b, n_pos]."""
+        """Hidden states [b, n_pos, depth, d_emb] of some texts, maybe in half precision; mask [b, n_pos]."""
         device = device or self.encoder.device
         found: dict[int, Tensor] = {}
         for k in which:
@@ -255,17 +257,13 @@ class Features:
         missing = [k for k in dict.fromkeys(which) if k not in found]
         for k, hidden in self._encode([self.texts[k] for k in missing]):
             found[missing[k]] = hidden  # [n_pos, depth, d_emb]
+        # As they are stored: half precision is half the work, and much of it may be left out.
+        dtype = functools.reduce(torch.promote_types, {hidden.dtype for hidden in found.values()})
+        where = self.encoder.device if missing else torch.device("cpu")
+        padded = pad_sequence([found[k].to(where, dtype) for k in which], batch_first=True)
         lengths = torch.tensor([self.lengths[k] for k in which])  # [b]
-        n_pos = int(lengths.max())
-        # Half precision travels to a GPU; the CPU widens while it copies.
-        dtype = torch.float32 if device.type == "cpu" else self.encoder.dtype
-        shape = (len(which), n_pos, self.encoder.depth, self.encoder.d_emb)
-        padded = torch.empty(shape, dtype=dtype, device=self.encoder.device if missing else "cpu")
-        for row, k in enumerate(which):
-            padded[row, : self.lengths[k]] = found[k]
-            padded[row, self.lengths[k] :] = 0
-        mask = torch.arange(n_pos) < lengths[:, None]  # [b, n_pos]
-        return padded.to(device).float(), mask.to(device)
+        mask = torch.arange(padded.shape[1]) < lengths[:, None]  # [b, n_pos]
+        return padded.to(device), mask.to(device)
 
     def _encode(self, texts: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
         for batch in self.encoder.batches(self.encoder.tokenize(texts)):

@@ -16,7 +16,7 @@ from vecroute.heads.pooling import (
     ScalarMix,
     SetPool,
 )
-from vecroute.heads.routing import RoutingHead, compact
+from vecroute.heads.routing import RoutingHead
 from vecroute.ops.checks import check_choice
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "RoutingHead",
     "ScalarMix",
     "SetPool",
-    "compact",
     "make_head",
 ]
 

@@ -1,9 +1,7 @@
 """RoutingHead: hidden states to class scores by routings, with credit for each of them."""
 
-import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vecroute.compose import PerVector, Sequential, checked_group_of, group_of
@@ -65,7 +63,6 @@ class RoutingHead(nn.Module):
         if n_routings < 2:
             raise ValueError(f"n_routings must be at least 2, got {n_routings}")
         self.d_emb, self.depth, self.n_cls = d_emb, depth, n_cls
-        self.compacts = True  # whether training leaves out unused inputs, which takes to look at the mask
         options: dict[str, Any] = {"n_iters": n_iters, "implementation": implementation}
 
         def routing(n_inp: int | None, n_out: int, d_inp: int, d_out: int) -> VectorRouting:
@@ -109,31 +106,9 @@ class RoutingHead(nn.Module):
         return x_inp, None if input_mask is None else input_mask.flatten(-2)  # [..., i]
 
     def forward(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Tensor:
-        x_inp, input_mask = self.flatten(hidden_states, input_mask)  # [..., i, d], [..., i]
-        if self.training and self.compacts and input_mask is not None:
-            x_inp, input_mask = compact(x_inp, input_mask)  # [..., k, d], [..., k]
-        return self.network(x_inp, input_mask)[..., 0]  # [..., n_cls]
+        return self.network(*self.flatten(hidden_states, input_mask))[..., 0]  # [..., n_cls]
 
     def route(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Routed:
         """Like ``forward``, and the credit of every hidden state for every class, [..., i, n_cls]."""
         x_out, credit = self.network.route(*self.flatten(hidden_states, input_mask))
         return Routed(x_out[..., 0], credit)
-
-
-def compact(x_inp: Tensor, input_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave out unused inputs, as far as the sample with most used ones allows: same result, less work.
-
-    Args:
-        x_inp: [..., i, d], input_mask: [..., i].
-
-    Returns:
-        [..., k, d] and [..., k], the used inputs first.
-    """
-    *batch, n_inp, d = x_inp.shape
-    used = input_mask.reshape(math.prod(batch), n_inp)  # [b, i]
-    n_used = used.sum(-1)  # [b]
-    k = min(max(int(n_used.max()), 1), n_inp)
-    order = used.byte().argsort(dim=-1, descending=True, stable=True)[:, :k]  # [b, k]
-    rows = order + torch.arange(len(used), device=used.device)[:, None] * n_inp  # [b, k]
-    mask = torch.arange(k, device=used.device) < n_used[:, None]  # [b, k]
-    return x_inp.reshape(-1, d)[rows].reshape(*batch, k, d), mask.reshape(*batch, k)
