@@ -46,15 +46,19 @@ TIMED = ("reading", "copying", "arithmetic", "in_memory", "streaming")
 
 
 class InMemory:
-    """Vectors that need no reading; those of one chunk stand for all if there are not as many."""
+    """Vectors that need no reading; if there are less than n_inp, they come again and again."""
+
+    reads_ahead = True
 
     def __init__(self, x_inp: Tensor, n_inp: int):
         self.x_inp, self.n_inp, self.d_inp, self.dtype = x_inp, n_inp, x_inp.shape[1], x_inp.dtype
 
     def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
-        for start in range(0, self.n_inp, rows):
-            first = start if len(self.x_inp) == self.n_inp else 0
-            yield self.x_inp[first : first + min(rows, self.n_inp - start)]  # [rows, d]
+        left = self.n_inp
+        while left:
+            for chunk in self.x_inp[:left].split(rows):  # [rows, d]
+                left -= len(chunk)
+                yield chunk
 
 
 def make_file(path: Path, n_inp: int, d_inp: int) -> None:
@@ -205,7 +209,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=20.0)
     parser.add_argument("--d-inp", type=int, default=1024)
     parser.add_argument("--n-out", type=int, default=8)
-    parser.add_argument("--rows", type=int, help="of a chunk; 2048, on a GPU 65536")
+    parser.add_argument("--rows", type=int, help="of a chunk; 2048, on a GPU 32768")
     parser.add_argument("--threads", type=int, default=1, help="that compute; one more reads")
     parser.add_argument("--parts", type=int, default=5, help="of the file, on which shares are measured")
     parser.add_argument("--part-gb", type=float, default=1.0, help="the size of each")
@@ -215,7 +219,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="a .npy file of float16 to use instead of a new one")
     parser.add_argument("--folder", type=Path, help="for the file, a temporary one if left out")
     options = parser.parse_args()
-    options.rows = options.rows or (65536 if common.is_cuda(options.device) else 2048)
+    options.rows = options.rows or (32768 if common.is_cuda(options.device) else 2048)
     gigabytes = 0.05 if options.short else options.gigabytes
     if options.file is not None:
         measure(options.file, options)

@@ -3,8 +3,9 @@
 import json
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from vecroute.storage import require
 
-# One that is used, one that is filled, and those that wait: few if they are pinned, and large; otherwise some
-# more, so that a busy machine need not change between reading and routing at every chunk.
-BUFFERS = {True: 3, False: 8}
-READERS = 4  # threads that fill a pinned buffer: one cannot read as fast as a GPU takes
+# Of memory that is pinned, or not: buffers, of which one is used while the others are filled or wait, and
+# threads that fill them.
+BUFFERS = {True: 5, False: 4}
+READERS = {True: 4, False: 2}
 BLOCK = 4096  # what places in files and in memory are multiples of in direct reads
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -40,6 +41,8 @@ class FileVectors:
         ValueError: a file is shorter than it says, or has changed since.
     """
 
+    reads_ahead = True
+
     def __init__(self, segments: Sequence[Segment], d_inp: int, dtype: torch.dtype):
         self.segments, self.d_inp, self.dtype = segments, d_inp, dtype
         self.n_inp = sum(segment.n_inp for segment in segments)
@@ -54,20 +57,26 @@ class FileVectors:
                     f"{segment.path} is cut short: {shape} ends at byte {end}, the file at {size}"
                 )
 
-    def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
+    def chunks(self, rows: int, pinned: bool = False) -> Generator[Tensor]:
+        """Chunks [at most rows, d], each good until the next is asked for; those are read in the meantime."""
         most = min(rows, max(self.n_inp, 1)) * self.row_bytes
         buffers = cycle([aligned(most + 2 * BLOCK, pinned) for _ in range(BUFFERS[pinned])])
-        with ThreadPoolExecutor(READERS, "vecroute reader") as pool:
+        reads: deque[Future[Tensor]] = deque()
+        with ThreadPoolExecutor(READERS[pinned], "vecroute reader") as pool:
             for segment, before in zip(self.segments, self.stamps, strict=True):
-                if stamp(segment.path) != before:
-                    raise ValueError(f"{segment.path} has changed since it was opened")
                 direct = self.direct and segment.offset % self.dtype.itemsize == 0
-                with OpenFile(segment.path, direct, pool if pinned else None) as file:
-                    for start in range(0, segment.n_inp, rows):
-                        n = min(rows, segment.n_inp - start)
-                        begin = segment.offset + start * self.row_bytes
-                        found = file.read(begin, n * self.row_bytes, next(buffers))  # [n * row_bytes]
-                        yield found.view(self.dtype).view(n, self.d_inp)  # [rows, d]
+                for start in range(0, segment.n_inp, rows):
+                    begin = segment.offset + start * self.row_bytes
+                    size = min(rows, segment.n_inp - start) * self.row_bytes
+                    reads.append(pool.submit(read, segment.path, before, begin, size, next(buffers), direct))
+                    if len(reads) == BUFFERS[pinned]:
+                        yield self._as_rows(reads.popleft())  # [rows, d]
+            while reads:
+                yield self._as_rows(reads.popleft())  # [rows, d]
+
+    def _as_rows(self, reading: "Future[Tensor]") -> Tensor:
+        """Bytes, when they are there, as vectors [rows, d]."""
+        return reading.result().view(self.dtype).view(-1, self.d_inp)  # [rows, d]
 
 
 def aligned(size: int, pinned: bool) -> Tensor:
@@ -76,47 +85,40 @@ def aligned(size: int, pinned: bool) -> Tensor:
     return memory[-memory.data_ptr() % BLOCK :][:size]
 
 
-class OpenFile:
-    """A file that is read past the system's cache, if it is to be and the file system can.
+def read(path: Path, before: tuple[int, int], begin: int, size: int, buffer: Tensor, direct: bool) -> Tensor:
+    """So many bytes of a file, [size], which are then in the buffer, from somewhere in its first block on.
 
-    The threads of a pool, if there is one, each read a part.
+    Args:
+        before: what ``stamp`` has said of the file.
+        buffer: from ``aligned``, of two blocks more.
+        direct: whether to read past the system's cache, if the file system can.
     """
+    if stamp(path) != before:
+        raise ValueError(f"{path} has changed since it was opened")
+    skip = begin % BLOCK if direct else 0
+    memory = buffer[: -(-(skip + size) // BLOCK) * BLOCK].numpy().data
+    file = opened(path, direct)
+    try:
+        done = 0
+        while done < skip + size:
+            n = os.preadv(file, [memory[done:]], begin - skip + done)
+            if n == 0 or (done + n < skip + size and n % BLOCK and direct):
+                end = begin - skip + done + n
+                raise ValueError(f"{path} has become shorter while it was read: it ends at byte {end}")
+            done += n
+    finally:
+        os.close(file)
+    return buffer[skip : skip + size]
 
-    def __init__(self, path: Path, direct: bool, pool: ThreadPoolExecutor | None):
-        self.path, self.direct, self.pool = path, direct, pool
 
-    def __enter__(self) -> "OpenFile":
+def opened(path: Path, direct: bool) -> int:
+    """The descriptor of a file to read from."""
+    if direct:
         try:
-            self.file = os.open(self.path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if self.direct else 0))
-        except OSError:
-            if not self.direct:
-                raise
-            self.file = os.open(self.path, os.O_RDONLY)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        os.close(self.file)
-
-    def read(self, begin: int, size: int, buffer: Tensor) -> Tensor:
-        """So many bytes of the file, [size], which are then in the buffer, somewhere in its first block."""
-        skip = begin % BLOCK if self.direct else 0
-        whole = -(-(skip + size) // BLOCK) * BLOCK
-        part = whole if self.pool is None else -(-whole // (READERS * BLOCK)) * BLOCK
-        memory, offset, end = buffer.numpy().data, begin - skip, begin + size
-
-        def read_part(start: int) -> None:
-            done, stop = start, min(start + part, whole)
-            while offset + done < min(offset + stop, end):
-                done += os.preadv(self.file, [memory[done:stop]], offset + done)
-                length = os.fstat(self.file).st_size
-                if length < end:
-                    raise ValueError(
-                        f"{self.path} has become shorter while it was read: it ends at byte {length}"
-                    )
-
-        # What another thread is given costs time: one part is read here.
-        list(map(read_part, [0]) if self.pool is None else self.pool.map(read_part, range(0, whole, part)))
-        return buffer[skip : skip + size]
+            return os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        except OSError:  # as on file systems in memory
+            pass
+    return os.open(path, os.O_RDONLY)
 
 
 def memory_bytes() -> int:

@@ -3,12 +3,13 @@
 import queue
 import threading
 from collections.abc import Generator, Iterator
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vecroute.distributed.files import BUFFERS
 from vecroute.distributed.vectors import Vectors
 
 END = object()
@@ -20,7 +21,14 @@ def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Generator[T
     Each is good until the next is asked for. What reading raises is raised here.
     """
     on_gpu = device.type == "cuda"
-    waiting: queue.Queue[Any] = queue.Queue(maxsize=BUFFERS[on_gpu] - 2)
+    by_itself = vectors.reads_ahead
+    with closing((vectors.chunks if by_itself else partial(by_a_thread, vectors))(rows, on_gpu)) as chunks:
+        yield from copied(chunks, device) if on_gpu else chunks
+
+
+def by_a_thread(vectors: Vectors, rows: int, pinned: bool) -> Generator[Tensor]:
+    """The chunks of vectors, the next of which a thread gets in the meantime."""
+    waiting: queue.Queue[Any] = queue.Queue(maxsize=1)
     stop = threading.Event()
 
     def put(item: Any) -> bool:
@@ -34,7 +42,7 @@ def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Generator[T
 
     def read() -> None:
         try:
-            for chunk in vectors.chunks(rows, on_gpu):
+            for chunk in vectors.chunks(rows, pinned):
                 if not put(chunk):
                     return
             put(END)
@@ -44,25 +52,20 @@ def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Generator[T
     thread = threading.Thread(target=read, name="vecroute reader", daemon=True)
     thread.start()
     try:
-        yield from copied(iter(waiting.get, END), device) if on_gpu else raised(iter(waiting.get, END))
+        for item in iter(waiting.get, END):
+            if isinstance(item, BaseException):
+                raise item
+            yield item
     finally:
         stop.set()
         thread.join()
 
 
-def raised(items: Iterator[Any]) -> Iterator[Tensor]:
-    """Chunks as they come; an error among them is raised."""
-    for item in items:
-        if isinstance(item, BaseException):
-            raise item
-        yield item
-
-
-def copied(items: Iterator[Any], device: torch.device) -> Iterator[Tensor]:
+def copied(chunks: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
     """Chunks in pinned memory on a GPU, copied by a stream of its own, at most two there at a time."""
     copies, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     before: torch.cuda.Event | None = None  # the end of the work on the chunk before
-    for chunk in raised(items):
+    for chunk in chunks:
         with torch.cuda.stream(copies):
             there = chunk.to(device, non_blocking=True)  # [rows, d]
             arrived = copies.record_event()

@@ -28,7 +28,8 @@ from vecroute.ops.problem import Grads, Problem, Tuning
 from vecroute.ops.products import product
 from vecroute.storage import require
 
-CHUNK_MB = {"cpu": 8, "cuda": 256}  # of a chunk in the dtype of the layer: for a CPU, what caches hold
+CHUNK_MB = {"cpu": 8, "cuda": 128}  # of a chunk in the dtype of the layer: for a CPU, what caches hold
+READ_CHUNKS = {"cpu": 4, "cuda": 1}  # that are read at once: threads had better not meet at every small chunk
 
 
 def stream(network: nn.Module, x_inp: Any, *, rows: int | None = None) -> Tensor:
@@ -41,7 +42,7 @@ def stream(network: nn.Module, x_inp: Any, *, rows: int | None = None) -> Tensor
         network: a ``VectorRouting`` with n_inp=None, or a ``Sequential`` of per-vector modules, such a layer,
             and whatever follows it. With ``shard_inputs`` each rank streams its own vectors.
         x_inp: what ``open_vectors`` takes.
-        rows: of a chunk, None for about 8 MB on a CPU, 256 MB on a GPU.
+        rows: of a chunk, None for about 8 MB on a CPU, 128 MB on a GPU.
 
     Raises:
         ValueError, TypeError: a network or vectors that will not do; a file that is damaged or changes.
@@ -165,8 +166,9 @@ class Streamed:
         shape = min(self.rows, self.vectors.n_inp), self.vectors.d_inp
         # Memory that is new for every chunk would cost more time than the numbers that are written to it.
         room = torch.empty(shape, dtype=self.dtype, device=self.device)  # [rows, d]
-        with closing(prefetched(self.vectors, self.rows, self.device)) as chunks:
-            for chunk in chunks:
+        rows = self.rows * READ_CHUNKS.get(self.device.type, 1)
+        with closing(prefetched(self.vectors, rows, self.device)) as chunks:
+            for chunk in (part for read in chunks for part in read.split(self.rows)):
                 yield chunk if chunk.dtype == self.dtype else room[: len(chunk)].copy_(chunk)
 
     def into_routing(self, x: Tensor) -> Tensor:

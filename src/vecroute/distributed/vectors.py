@@ -1,7 +1,7 @@
 """Vectors that are read a chunk at a time, again for every pass: from files, Parquet or an iterable."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,14 +31,17 @@ class Vectors(Protocol):
     n_inp: int
     d_inp: int
     dtype: torch.dtype
+    reads_ahead: bool  # so that nobody else need do so
 
-    def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
-        """Chunks [at most rows, d_inp] in order; each stays as it is while some more are read."""
+    def chunks(self, rows: int, pinned: bool = False) -> Generator[Tensor]:
+        """Chunks [at most rows, d_inp] in order, in pinned memory if they are to be."""
         ...
 
 
 class ParquetVectors:
     """Vectors in a column of lists of Parquet files, all lists of one length."""
+
+    reads_ahead = False
 
     def __init__(self, paths: Sequence[Path], column: str | None):
         parquet = self.parquet = require("pyarrow.parquet", "cli")
@@ -56,7 +59,7 @@ class ParquetVectors:
             raise ValueError(f"{paths[0]} has no rows, from which d_inp could be known")
         self.d_inp, self.dtype = first.shape[1], first.dtype
 
-    def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
+    def chunks(self, rows: int, pinned: bool = False) -> Generator[Tensor]:
         compute = require("pyarrow.compute", "cli")
         for path in self.paths:
             with told(path), self.parquet.ParquetFile(path) as file:
@@ -95,6 +98,8 @@ class told:
 class IteratedVectors:
     """Vectors from chunks that can be iterated again and again, or a function that returns an iterator."""
 
+    reads_ahead = False
+
     def __init__(self, source: Iterable[Any] | Callable[[], Iterator[Any]], n_inp: int | None):
         self.source, self.n_inp, self.d_inp = source, 0, 0
         first = next(iter(self._chunks()), None)
@@ -116,7 +121,7 @@ class IteratedVectors:
                 raise ValueError(f"chunks must all be [rows, d_inp={self.d_inp}] of {self.dtype}, got {came}")
             yield chunk
 
-    def chunks(self, rows: int, pinned: bool = False) -> Iterator[Tensor]:
+    def chunks(self, rows: int, pinned: bool = False) -> Generator[Tensor]:
         n_inp = 0
         for chunk in self._chunks():
             n_inp += len(chunk)
