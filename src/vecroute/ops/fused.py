@@ -24,8 +24,8 @@ def triton_dtype(p: Problem) -> tl.dtype:
 
 def blocks_of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[str, int]:
     """Rows and outputs of a block of some size: all outputs at once if they are not very many."""
-    block_j = min(triton.next_power_of_2(n_out), 2048)
-    tiles = triton.cdiv(n_out, block_j)
+    block_j = min(1 << (n_out - 1).bit_length(), 2048)
+    tiles = -(-n_out // block_j)
     return {"BLOCK_I": max(1, size // block_j), "BLOCK_J": block_j, "TILES": tiles, "num_warps": num_warps}
 
 
@@ -61,14 +61,20 @@ def pair_arguments(p: Problem, chunk: Chunk, c, f: Tensor, first: bool, strides:
     }  # fmt: skip
 
 
+def transposed(f: Tensor, n_out: int, room: Room) -> Tensor:
+    """Room for [b, j, i] numbers: neighbours in i, as sums over i like it best, and aligned rows."""
+    b, i = f.shape
+    return room.take("transposed", f, b, n_out, -(-i // 8) * 8)[..., :i]
+
+
 def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> Tensor:
-    """As ``chunked.coefficients``; neighbours in memory are neighbours in i, as sums over i like it best."""
-    phi = room.take("phi", f, len(f), p.n_out, f.shape[1])  # [b, j, i]
+    """As ``chunked.coefficients``."""
+    phi = transposed(f, p.n_out, room)  # [b, j, i]
     strides = {} if dot is None else {"dot_b": dot.stride(0), "dot_i": dot.stride(1)}
     arguments = {"dot_b": 0, "dot_i": 0} | pair_arguments(p, chunk, c, f, dot is None, strides)
     a_b, a_i = (0, 0) if a is None else a.stride()
     blocks = blocks_of_pairs(p.n_out)
-    coefficients_kernel[triton.cdiv(f.shape[1], blocks["BLOCK_I"]), f.shape[0]](
+    coefficients_kernel[-(-f.shape[1] // blocks["BLOCK_I"]), f.shape[0]](
         dot=f if dot is None else dot, a=f if a is None else a, B_A=p.w.B_A, phi=phi, phi_b=phi.stride(0),
         phi_j=phi.stride(1), a_b=a_b, a_i=a_i, ACTIVATE=a is not None, **arguments, **blocks,
     )  # fmt: skip
@@ -95,18 +101,19 @@ def coefficients_backward(
     strides |= {"results_b": results.stride(0), "results_i": results.stride(1)}
     arguments = pair_arguments(p, chunk, c, f, first, strides)
     blocks = blocks_of_pairs(n_out, *((2048, 8) if first else (512, 4)))
-    transposed = c is None and not first
-    grad_dot = room.take("grad_dot", f, b, n_out, i) if transposed else f  # [b, j, i]
-    coefficients_backward_kernel[triton.cdiv(i, blocks["BLOCK_I"]), b](
+    to_sum = results[..., n_out:]  # [b, i, q - j]
+    grad_dot = f if c is not None or first else transposed(f, n_out, room)  # [b, j, i]
+    coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b](
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
         fresh=int(fresh or b > 1), grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0),
-        grad_dot=grad_dot, n_a=results.shape[-1] - columns.a, **arguments, **blocks,
+        grad_dot=grad_dot, grad_dot_b=grad_dot.stride(0), grad_dot_j=grad_dot.stride(1),
+        n_a=results.shape[-1] - columns.a, **arguments, **blocks,
     )  # fmt: skip
     if c is None and b > 1:
         for name, part in zip(names, of_pairs, strict=True):
             add(grads[name][chunk.rows], part.sum(0), fresh)  # [i, j]
-    return grad_dot.mT if transposed else results[..., n_out:]  # [b, i, q - j]
+    return to_sum if grad_dot is f else grad_dot.mT  # [b, i, q - j]
 
 
 def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:

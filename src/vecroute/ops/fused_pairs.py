@@ -147,7 +147,7 @@ def coefficients_backward_kernel(
     n_inp,
     n_out,
     pairs_b, pairs_i, results_b, results_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, grad_s_b, grad_f_b, grad_c_b,
-    grad_c_i, n_a,
+    grad_c_i, grad_dot_b, grad_dot_j, n_a,
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
@@ -218,7 +218,7 @@ def coefficients_backward_kernel(
                     add_to(grad_W_S + o_grad_c + o_j, grad_z * b_dot, m, fresh, T)
                     add_to(grad_B_S + o_grad_c + o_j, grad_z, m, fresh, T)
                     grad_z *= tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(T)
-                    tl.store(grad_dot + (b * n_out + o_j) * n_inp + o_i, grad_z, mask=m)
+                    tl.store(grad_dot + b * grad_dot_b + o_j.to(tl.int64) * grad_dot_j + o_i, grad_z, mask=m)
                 tl.store(results + o_results + n_out + o_j, grad_z, mask=m)
             u = tl.where(m_used, b_sum * R - b_ign, 0.0)
             tl.store(results + o_results + o_j, u * b_f, mask=m)
