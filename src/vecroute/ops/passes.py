@@ -42,22 +42,30 @@ def chunks(p: Problem) -> Iterator[Chunk]:
     n_samples, n_rows = p.sqrt_n_inp.shape[0], p.x_inp.shape[1]
     if p.offsets is not None:
         for b in range(n_samples):
-            for start in range(p.offsets[b], p.offsets[b + 1], size):
-                yield Chunk(slice(b, b + 1), slice(0, 1), slice(start, min(start + size, p.offsets[b + 1])))
+            for rows in parts(p.offsets[b], p.offsets[b + 1], size):
+                yield Chunk(slice(b, b + 1), slice(0, 1), rows)
         return
     together = max(1, size // max(1, n_rows))
     for b in range(0, n_samples, together):
         samples = slice(b, min(b + together, n_samples))
-        for start in range(0, n_rows, size):
-            yield Chunk(samples, samples, slice(start, min(start + size, n_rows)))
+        for rows in parts(0, n_rows, size):
+            yield Chunk(samples, samples, rows)
+
+
+def parts(start: int, end: int, size: int) -> Iterator[slice]:
+    """As few parts of at most so many rows as there can be, about as large as each other."""
+    n = -(-(end - start) // size)
+    step = min(size, -(-(end - start) // max(1, 16 * n)) * 16)  # aligned
+    for first in range(start, end, step or 1):
+        yield slice(first, min(first + step, end))
 
 
 def rows_of_a_chunk(p: Problem) -> int:
     """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
-    # What a row has in buffers of a forward pass; together they stay under 2 % of x_inp and the parameters.
-    row, share = (4 * p.n_out, 56) if p.variable else (2 * p.n_out, 22)
+    # What a row has in buffers of a forward pass; together they stay small beside x_inp and the parameters.
+    row, share = (4 * p.n_out, 30) if p.variable else (2 * p.n_out, 22)
     least = 2**26 if p.n_out < 512 else 2**28
     return max(
         1024, max(least, p.x_inp.numel() * p.x_inp.element_size() // share) // (row * p.dtype.itemsize)
