@@ -79,8 +79,8 @@ def test_smallest_sizes(implementation, size, fixed, masked, nan_filled_memory):
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_more_outputs_than_a_block_has(implementation, fixed, nan_filled_memory):
-    layer = make(5, 2050, 5, 3, fixed=fixed, implementation=implementation, dtype=torch.float64)
-    x_inp, masks = torch.randn(2, 5, 5).double(), masks_for("pair", (2,), 5, 2050)
+    layer = make(5, 4100, 5, 3, fixed=fixed, implementation=implementation, dtype=torch.float64)
+    x_inp, masks = torch.randn(2, 5, 5).double(), masks_for("pair", (2,), 5, 4100)
     truth = outcome(twin(layer, torch.float64), x_inp, **masks)
     for name, value in outcome(layer, x_inp, **masks).items():
         torch.testing.assert_close(

@@ -24,9 +24,11 @@ def triton_dtype(p: Problem) -> tl.dtype:
 
 def blocks_of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[str, int]:
     """Rows and outputs of a block of some size: all outputs at once if they are not very many."""
-    block_j = min(1 << (n_out - 1).bit_length(), 2048)
-    tiles = -(-n_out // block_j)
-    return {"BLOCK_I": max(1, size // block_j), "BLOCK_J": block_j, "TILES": tiles, "num_warps": num_warps}
+    block_j = min(1 << (n_out - 1).bit_length(), 4096)
+    return {
+        "BLOCK_I": max(1, size // block_j), "BLOCK_J": block_j, "TILES": -(-n_out // block_j),
+        "num_warps": max(num_warps, block_j // 512),
+    }  # fmt: skip
 
 
 def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
@@ -57,34 +59,43 @@ def pair_arguments(p: Problem, chunk: Chunk, c, f: Tensor, first: bool, strides:
         "sqrt_n_inp": p.sqrt_n_inp[chunk.samples], "f_b": f.stride(0),
         "use_b": use_strides[0], "use_i": use_strides[1], "use_j": use_strides[2],
         "FIRST": first, "FIXED": fixed, "FLAT": flat, "MASKED": p.use is not None,
+        "TRANSPOSED": transposes(p, f),
         "T": triton_dtype(p), **in_units(strides, p.n_out),
     }  # fmt: skip
 
 
-def transposed(f: Tensor, n_out: int, room: Room) -> Tensor:
-    """Room for [b, j, i] numbers: neighbours in i, as sums over i like it best, and aligned rows."""
+def transposes(p: Problem, f: Tensor) -> bool:
+    """Whether what is to be summed over i has its neighbours in i, which sums like best if it is aligned.
+
+    With many outputs a block has too few rows to write them side by side.
+    """
+    return f.shape[1] % 4 == 0 and p.n_out <= 256
+
+
+def to_be_summed(p: Problem, name: str, f: Tensor, room: Room) -> Tensor:
+    """Room for [b, i, j] numbers."""
     b, i = f.shape
-    return room.take("transposed", f, b, n_out, -(-i // 8) * 8)[..., :i]
+    return room.take(name, f, b, p.n_out, i).mT if transposes(p, f) else room.take(name, f, b, i, p.n_out)
 
 
 def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> Tensor:
     """As ``chunked.coefficients``."""
-    phi = transposed(f, p.n_out, room)  # [b, j, i]
+    phi = to_be_summed(p, "phi", f, room)  # [b, i, j]
     strides = {} if dot is None else {"dot_b": dot.stride(0), "dot_i": dot.stride(1)}
     arguments = {"dot_b": 0, "dot_i": 0} | pair_arguments(p, chunk, c, f, dot is None, strides)
     a_b, a_i = (0, 0) if a is None else a.stride()
     blocks = blocks_of_pairs(p.n_out)
     coefficients_kernel[-(-f.shape[1] // blocks["BLOCK_I"]), f.shape[0]](
-        dot=f if dot is None else dot, a=f if a is None else a, B_A=p.w.B_A, phi=phi, phi_b=phi.stride(0),
-        phi_j=phi.stride(1), a_b=a_b, a_i=a_i, ACTIVATE=a is not None, **arguments, **blocks,
+        dot=f if dot is None else dot, a=f if a is None else a, B_A=p.w.B_A, phi=phi, a_b=a_b, a_i=a_i,
+        ACTIVATE=a is not None, **arguments, **blocks,
     )  # fmt: skip
-    return phi.mT  # [b, i, j]
+    return phi
 
 
 def coefficients_backward(
     p: Problem, chunk: Chunk, c, pairs, results, columns: Columns, f, grad_s, grad_f, grads, fresh, room: Room
 ) -> Tensor:
-    """As ``chunked.coefficients_backward``; of a fixed length what it returns has its neighbours in i."""
+    """As ``chunked.coefficients_backward``."""
     n_out, (b, i), first = p.n_out, f.shape, columns.first
     names = ("beta_use", "beta_ign") if first else ("beta_use", "beta_ign", "W_S", "B_S")
     fresh = fresh and chunk.samples.start == 0
@@ -102,18 +113,18 @@ def coefficients_backward(
     arguments = pair_arguments(p, chunk, c, f, first, strides)
     blocks = blocks_of_pairs(n_out, *((2048, 8) if first else (512, 4)))
     to_sum = results[..., n_out:]  # [b, i, q - j]
-    grad_dot = f if c is not None or first else transposed(f, n_out, room)  # [b, j, i]
+    if c is None and not first:
+        to_sum = to_be_summed(p, "grad_dot", f, room)  # [b, i, j]
     coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b](
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
         fresh=int(fresh or b > 1), grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0),
-        grad_dot=grad_dot, grad_dot_b=grad_dot.stride(0), grad_dot_j=grad_dot.stride(1),
-        n_a=results.shape[-1] - columns.a, **arguments, **blocks,
+        grad_dot=to_sum, n_a=results.shape[-1] - columns.a, **arguments, **blocks,
     )  # fmt: skip
     if c is None and b > 1:
         for name, part in zip(names, of_pairs, strict=True):
             add(grads[name][chunk.rows], part.sum(0), fresh)  # [i, j]
-    return to_sum if grad_dot is f else grad_dot.mT  # [b, i, q - j]
+    return to_sum
 
 
 def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:

@@ -62,6 +62,14 @@ def betas(c_sum, c_ign, o_c, o_j, m, FIXED: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED: tl.constexpr):
+    """Offsets of a block of [b, i, j] or, where TRANSPOSED, [b, j, i] numbers."""
+    if TRANSPOSED:
+        return (b * n_out + o_j) * n_inp + o_i
+    return (b * n_inp + o_i) * n_out + o_j
+
+
+@triton.jit
 def coefficients_kernel(
     dot,  # [b, i, j] x_inp times x_hat; where FIRST not read
     c_sum,  # [b, i, j], or beta_use [i, j] where FIXED; where FLAT the flat c
@@ -76,12 +84,13 @@ def coefficients_kernel(
     phi,  # [b, i, j] the result
     n_inp,
     n_out,
-    dot_b, dot_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, a_b, a_i, phi_b, phi_j,  # strides
+    dot_b, dot_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, a_b, a_i,  # strides
     ACTIVATE: tl.constexpr,
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
     MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # of what is to be summed over i
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
     TILES: tl.constexpr,  # blocks of outputs; if one, all of it stays in registers
@@ -95,7 +104,6 @@ def coefficients_kernel(
     m_i = o_i < n_inp
     o_dot, o_c, o_S = (b * dot_b + o_i * dot_i) * VEC, (b * c_b + o_i * c_i) * VEC, o_i * S_i * VEC
     o_use = b * use_b + o_i * use_i
-    p_phi = phi + b * phi_b + o_i
     if ACTIVATE:
         b_a = tl.load(a + b * a_b + o_i * a_i, mask=m_i, other=0.0).to(T) / tl.load(sqrt_n_inp + b)
         b_f = 1.0 / (1.0 + tl.exp(-(b_a + tl.load(B_A).to(T))))
@@ -118,7 +126,7 @@ def coefficients_kernel(
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
             u = tl.where(m_used, b_sum * (tl.exp(S - top) * scale) - b_ign, 0.0)
-        tl.store(p_phi + o_j.to(tl.int64) * phi_j, u * b_f, mask=m)
+        tl.store(phi + to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED), u * b_f, mask=m)
 
 
 @triton.jit
@@ -142,16 +150,17 @@ def coefficients_backward_kernel(
     grad_ign,  # the same of c_ign
     grad_W_S,  # [b, i, j] where FIXED
     grad_B_S,  # [b, i, j] where FIXED
-    grad_dot,  # [b, j, i] where FIXED: the gradient of dot once more, for a sum over i
+    grad_dot,  # [b, i, j] where FIXED: the gradient of dot once more, for a sum over i
     fresh,  # whether the gradients are stored instead of added to, where FIXED
     n_inp,
     n_out,
     pairs_b, pairs_i, results_b, results_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, grad_s_b, grad_f_b, grad_c_b,
-    grad_c_i, grad_dot_b, grad_dot_j, n_a,
+    grad_c_i, n_a,
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
     MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # of what is to be summed over i
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
     TILES: tl.constexpr,  # as above
@@ -218,7 +227,8 @@ def coefficients_backward_kernel(
                     add_to(grad_W_S + o_grad_c + o_j, grad_z * b_dot, m, fresh, T)
                     add_to(grad_B_S + o_grad_c + o_j, grad_z, m, fresh, T)
                     grad_z *= tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(T)
-                    tl.store(grad_dot + b * grad_dot_b + o_j.to(tl.int64) * grad_dot_j + o_i, grad_z, mask=m)
+                    p_dot = grad_dot + to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED)
+                    tl.store(p_dot, grad_z, mask=m)
                 tl.store(results + o_results + n_out + o_j, grad_z, mask=m)
             u = tl.where(m_used, b_sum * R - b_ign, 0.0)
             tl.store(results + o_results + o_j, u * b_f, mask=m)

@@ -66,7 +66,7 @@ def rows_of_a_chunk(p: Problem) -> int:
         return max(64, min(2048, 2**18 // p.n_out))
     # What a row has in buffers of a forward pass; together they stay small beside x_inp and the parameters.
     row, share = (4 * p.n_out, 30) if p.variable else (2 * p.n_out, 22)
-    least = 2**26 if p.n_out < 512 else 2**28
+    least = 2**27 if p.n_out < 512 else 2**28
     return max(
         1024, max(least, p.x_inp.numel() * p.x_inp.element_size() // share) // (row * p.dtype.itemsize)
     )

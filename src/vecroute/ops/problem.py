@@ -74,8 +74,11 @@ class Problem:
         return self.w.W_F1.shape[0]
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Product of small matrices; not rounded to float16, whose range sums over many inputs may leave."""
-        if self.rounded == torch.bfloat16 and a.is_cuda:
+        """Product of small matrices; not rounded to float16, whose range sums over many inputs may leave.
+
+        Nor under autocast of a float32 x_inp: these products are tf32 then.
+        """
+        if self.x_inp.dtype == torch.bfloat16 and a.is_cuda:
             return (a.to(self.rounded) @ b.to(self.rounded)).to(self.dtype)
         return a @ b
 
