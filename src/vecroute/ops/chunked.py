@@ -13,8 +13,8 @@ from vecroute.ops.problem import Problem
 from vecroute.ops.products import accumulate, add
 
 
-def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> tuple[Tensor, Tensor]:
-    """phi of a chunk, [b, i, j], and rows [b, *, j] that have the same sum over i: here phi again.
+def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> Tensor:
+    """phi of a chunk, [b, i, j].
 
     Args:
         c: [b, i, 2 j] c_sum and c_ign, or [b, i, j] their combination under the flat prior; None if fixed.
@@ -33,9 +33,7 @@ def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> 
     else:
         R, _ = responsibilities(p, chunk, dot, use, phi)  # [b, i, j]
         R.mul_(c_sum).sub_(c_ign).mul_(f[..., None])
-    if use is not None:
-        phi *= use
-    return phi, phi
+    return phi if use is None else phi.mul_(use)  # [b, i, j]
 
 
 def coefficients_backward(

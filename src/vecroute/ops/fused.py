@@ -78,21 +78,18 @@ def to_be_summed(p: Problem, name: str, f: Tensor, room: Room) -> Tensor:
     return room.take(name, f, b, p.n_out, i).mT if transposes(p, f) else room.take(name, f, b, i, p.n_out)
 
 
-def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> tuple[Tensor, Tensor]:
-    """As ``chunked.coefficients``; where blocks have several rows, sums over these come with phi."""
-    b, i = f.shape
+def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> Tensor:
+    """As ``chunked.coefficients``."""
     phi = to_be_summed(p, "phi", f, room)  # [b, i, j]
     strides = {} if dot is None else {"dot_b": dot.stride(0), "dot_i": dot.stride(1)}
     arguments = {"dot_b": 0, "dot_i": 0} | pair_arguments(p, chunk, c, f, dot is None, strides)
     a_b, a_i = (0, 0) if a is None else a.stride()
     blocks = blocks_of_pairs(p.n_out)
-    n_blocks = -(-i // blocks["BLOCK_I"])
-    sums = room.take("sums", f, b, n_blocks, p.n_out) if blocks["BLOCK_I"] >= 4 else phi  # [b, blocks, j]
-    coefficients_kernel[n_blocks, b](
-        dot=f if dot is None else dot, a=f if a is None else a, B_A=p.w.B_A, phi=phi, sums=sums, a_b=a_b,
-        a_i=a_i, ACTIVATE=a is not None, SUMS=sums is not phi, **arguments, **blocks,
+    coefficients_kernel[-(-f.shape[1] // blocks["BLOCK_I"]), f.shape[0]](
+        dot=f if dot is None else dot, a=f if a is None else a, B_A=p.w.B_A, phi=phi, a_b=a_b, a_i=a_i,
+        ACTIVATE=a is not None, **arguments, **blocks,
     )  # fmt: skip
-    return phi, sums
+    return phi
 
 
 def coefficients_backward(

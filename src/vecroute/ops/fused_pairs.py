@@ -82,12 +82,10 @@ def coefficients_kernel(
     B_A,  # [1]
     sqrt_n_inp,  # [b]
     phi,  # [b, i, j] the result
-    sums,  # [b, blocks, j] where SUMS: of phi over the rows of each block
     n_inp,
     n_out,
     dot_b, dot_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, a_b, a_i,  # strides
     ACTIVATE: tl.constexpr,
-    SUMS: tl.constexpr,
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
@@ -129,9 +127,6 @@ def coefficients_kernel(
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
             u = tl.where(m_used, b_sum * (tl.exp(S - top) * scale) - b_ign, 0.0)
         tl.store(phi + to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED), u * b_f, mask=m)
-        if SUMS:
-            o_sums = (b * tl.num_programs(0) + tl.program_id(0)) * n_out + o_j
-            tl.store(sums + o_sums, tl.sum(u * b_f, 0)[None, :], mask=o_j < n_out)
 
 
 @triton.jit

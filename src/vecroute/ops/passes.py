@@ -115,10 +115,10 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
             p.pairs.activations(p, chunk, x, f)
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
         a = pairs[..., columns.a] if first and p.variable else None  # [b, i]
-        phi, rows = p.pairs.coefficients(p, chunk, c, dot, a, f, room)  # [b, i, j], [b, *, j]
+        phi = p.pairs.coefficients(p, chunk, c, dot, a, f, room)  # [b, i, j]
         fresh = p.offsets is None and chunk.rows.start == 0
         accumulate_over_inputs(p, y[chunk.samples], phi.mT, x, fresh)  # [b, j, d]
-        add_sum(p, s[chunk.samples], rows, fresh)  # [b, j]
+        add_sum(p, s[chunk.samples], phi, fresh)  # [b, j]
         if phi_out is not None:
             phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
