@@ -111,7 +111,7 @@ def coefficients_backward(
     strides |= {"pairs_b": pairs.stride(0), "pairs_i": pairs.stride(1)}
     strides |= {"results_b": results.stride(0), "results_i": results.stride(1)}
     arguments = pair_arguments(p, chunk, c, f, first, strides)
-    blocks = blocks_of_pairs(n_out, *((2048, 8) if first else (512, 4)))
+    blocks = blocks_of_pairs(n_out, *((2048, 8) if first else (1024, 8)))
     to_sum = results[..., n_out:]  # [b, i, q - j]
     if c is None and not first:
         to_sum = to_be_summed(p, "grad_dot", f, room)  # [b, i, j]
