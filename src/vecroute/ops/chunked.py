@@ -37,7 +37,19 @@ def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> 
 
 
 def coefficients_backward(
-    p: Problem, chunk: Chunk, c, pairs, results, columns: Columns, f, grad_s, grad_f, grads, fresh, room: Room
+    p: Problem,
+    chunk: Chunk,
+    c,
+    pairs,
+    results,
+    grad_c,
+    columns: Columns,
+    f,
+    grad_s,
+    grad_f,
+    grads,
+    fresh,
+    room,
 ) -> Tensor:
     """Turn pairs [b, i, q] into phi and the gradients of its other columns.
 
@@ -47,6 +59,7 @@ def coefficients_backward(
     Args:
         c: as above.
         results: where they go, [b, i, q]; may be pairs itself.
+        grad_c: [b, i, 2 j or j], where the gradient of c goes; added to where it adds up.
         columns: which is which.
         grad_s: [b, j].
 
@@ -76,16 +89,18 @@ def coefficients_backward(
         grad_z = grad_S.mul_(one_minus_f)  # [b, i, j]
         scores_backward(p, chunk, grad_z, dot, results[..., n_out : 2 * n_out], grads, fresh)
     if c is None:
-        grad_c = grad_sum[..., None, :] if R is None else torch.stack((grad_sum, -grad_phi), -2)
-        grad_use, grad_ign = split_betas(p, grad_c.flatten(-2).sum(0), R is None)  # [i, j], [i, j]
+        both = grad_sum if R is None else torch.cat((grad_sum, -grad_phi), -1)  # [b, i, 2 j or j]
+        grad_use, grad_ign = split_betas(p, both.sum(0), R is None)  # [i, j], [i, j]
         fresh &= chunk.samples.start == 0
         add(grads["beta_use"][chunk.rows], grad_use, fresh)
         add(grads["beta_ign"][chunk.rows], grad_ign, fresh)
-    else:
-        grad_c = results[..., columns.a - c.shape[-1] : columns.a]  # [b, i, 2 j or j]
+    elif not columns.adds_up or fresh:
         grad_c[..., :n_out] = grad_sum
         if R is not None:
             torch.neg(grad_phi, out=grad_c[..., n_out:])
+    else:
+        grad_c[..., :n_out].add_(grad_sum, alpha=p.prior if R is None else 1)
+        grad_c[..., n_out:] -= grad_phi
     torch.mul(u, f, out=results[..., :n_out])
     if columns.first:
         activations_backward(p, chunk, f[..., 0], grad_f, results[..., columns.a :] if p.variable else None)

@@ -93,20 +93,33 @@ def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> 
 
 
 def coefficients_backward(
-    p: Problem, chunk: Chunk, c, pairs, results, columns: Columns, f, grad_s, grad_f, grads, fresh, room: Room
+    p: Problem,
+    chunk: Chunk,
+    c,
+    pairs,
+    results,
+    grad_c,
+    columns: Columns,
+    f,
+    grad_s,
+    grad_f,
+    grads,
+    fresh,
+    room,
 ) -> Tensor:
     """As ``chunked.coefficients_backward``."""
     n_out, (b, i), first = p.n_out, f.shape, columns.first
     names = ("beta_use", "beta_ign") if first else ("beta_use", "beta_ign", "W_S", "B_S")
-    fresh = fresh and chunk.samples.start == 0
     if c is not None:
-        grad_c = results[..., columns.a - c.shape[-1] : columns.a]  # [b, i, 2 j or j]
-        of_pairs = [grad_c, grad_c if c.shape[-1] == n_out else grad_c[..., n_out:]]  # [b, i, j] each
+        fresh = fresh or not columns.adds_up
+        of_pairs = [grad_c, grad_c if grad_c.shape[-1] == n_out else grad_c[..., n_out:]]  # [b, i, j] each
     elif b == 1:
         of_pairs = [grads[name][None, chunk.rows] for name in names]  # [1, i, j] each
     else:
         # One part per sample, summed below: no two programs write to one place.
         of_pairs = list(f.new_empty(len(names), b, i, n_out))  # [b, i, j] each
+    if c is None:
+        fresh = fresh and chunk.samples.start == 0
     strides = {"grad_c_b": of_pairs[0].stride(0), "grad_c_i": of_pairs[0].stride(1)}
     strides |= {"pairs_b": pairs.stride(0), "pairs_i": pairs.stride(1)}
     strides |= {"results_b": results.stride(0), "results_i": results.stride(1)}
@@ -118,7 +131,8 @@ def coefficients_backward(
     coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b](
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
-        fresh=int(fresh or b > 1), grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0),
+        fresh=int(fresh or (c is None and b > 1)), prior=p.prior, ADDS_UP=columns.adds_up,
+        grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0),
         grad_dot=to_sum, n_a=results.shape[-1] - columns.a, **arguments, **blocks,
     )  # fmt: skip
     if c is None and b > 1:

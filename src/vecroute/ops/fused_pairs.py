@@ -151,11 +151,13 @@ def coefficients_backward_kernel(
     grad_W_S,  # [b, i, j] where FIXED
     grad_B_S,  # [b, i, j] where FIXED
     grad_dot,  # [b, i, j] where FIXED: the gradient of dot once more, for a sum over i
-    fresh,  # whether the gradients are stored instead of added to, where FIXED
+    fresh,  # whether these gradients are stored instead of added to
+    prior,
     n_inp,
     n_out,
     pairs_b, pairs_i, results_b, results_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, grad_s_b, grad_f_b, grad_c_b,
     grad_c_i, n_a,
+    ADDS_UP: tl.constexpr,  # whether a flat c has the gradients of c_sum and c_ign
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
@@ -193,7 +195,11 @@ def coefficients_backward_kernel(
                 used = tl.load(use + o_use + o_j * use_j, mask=m, other=0) != 0
                 u, grad_phi = tl.where(used, u, 0.0), tl.where(used, grad_phi, 0.0)
             tl.store(results + o_results + o_j, u * b_f, mask=m)
-            tl.store(grad_sum + o_grad_c + o_j, grad_phi * b_f, mask=m)
+            if ADDS_UP:
+                add_to(grad_sum + o_grad_c + o_j, prior * grad_phi * b_f, m, fresh, T)
+                add_to(grad_ign + o_grad_c + o_j, -grad_phi * b_f, m, fresh, T)
+            else:
+                tl.store(grad_sum + o_grad_c + o_j, grad_phi * b_f, mask=m)
         else:
             S, _, m_used = scores(
                 pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
@@ -219,8 +225,8 @@ def coefficients_backward_kernel(
                 add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
                 add_to(grad_ign + o_grad_c + o_j, (R - 1.0) * grad_phi, m, fresh, T)
             else:
-                tl.store(grad_sum + o_grad_c + o_j, R * grad_phi, mask=m)
-                tl.store(grad_ign + o_grad_c + o_j, -grad_phi, mask=m)
+                add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
+                add_to(grad_ign + o_grad_c + o_j, -grad_phi, m, fresh, T)
             if not FIRST:
                 grad_z = R * (b_sum * grad_phi - sum_R) * (1.0 - tl.exp(S))
                 if FIXED:

@@ -109,8 +109,9 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
     columns, room = Columns(p, x_hat, kept), Room()
     for chunk in chunks(p):
         x, f = inputs(p, chunk), f_a_inp[chunk.batch, chunk.rows]  # [b, i, d], [b, i]
-        pairs = room.take("pairs", f, *f.shape, columns.n)  # [b, i, q]
-        c = columns.multiply(pairs, x, columns.matrix(chunk.samples), chunk)  # [b, i, 2 j or j]
+        pairs = room.take("pairs", f, *f.shape, columns.n_computed)  # [b, i, q]
+        M = columns.matrix(chunk.samples, columns.computed)  # [b, q, d]
+        c = columns.multiply(pairs, x, M, chunk)  # [b, i, 2 j or j]
         if first and not p.variable:
             p.pairs.activations(p, chunk, x, f)
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
@@ -128,30 +129,37 @@ class InputGradient:
 
     Until the first iteration, the last of a backward, the pairs of the others wait side by side, if they fit,
     in the rows of a gradient that is written last: that of W_A, where one sample alone has it, else grad_x.
-    Where they do not fit every pass adds its product.
+    There the gradient of c, which has the same matrix in every iteration, adds up after them and after room
+    for phi of the first. Where they do not fit every pass adds its product.
     """
 
     def __init__(self, p: Problem, n_iters: int, needed: bool, grad_W_A: Tensor | None = None):
         self.grad_x: Any = torch.empty_like(p.x_inp) if needed else None  # [b, i, d]
-        n_waiting = (n_iters - 1) * (4 if p.variable else 2) * p.n_out
         self.aside = grad_W_A is not None and len(p.x_inp) == 1
         place: Any = grad_W_A[None] if grad_W_A is not None and self.aside else self.grad_x  # [b, i, d]
-        most = p.x_inp.shape[-1] - (p.n_out if self.aside else 0)
-        fits = needed and 0 < n_waiting <= most
+        self.n_waiting = (n_iters - 1) * 2 * p.n_out
+        self.n_kept = self.n_waiting + (3 if p.variable else 1) * p.n_out
+        fits = needed and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
         self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
 
-    def results(self, chunk: Chunk, pairs: Tensor, first: bool, room: Room) -> tuple[Tensor, Tensor]:
-        """Where the results of pairs [b, i, q] go, and the same with those that wait, [b, i, w + q]."""
-        w, (b, i, q) = sum(columns.n for columns in self.columns), pairs.shape
-        if not self.waits or (first and not w):
-            return pairs, pairs
+    def results(self, chunk: Chunk, pairs: Tensor, columns: "Columns", room: Room):
+        """Where the results of a pass go, [b, i, q]; the same with those that wait; and the gradient of c."""
+        (b, i, _), n_out = pairs.shape, columns.p.n_out
+        if not self.waits:
+            results = pairs[..., : columns.n]  # [b, i, q]
+            return results, results, results[..., columns.a - columns.n_c : columns.a]
         rows = self.place[chunk.batch, chunk.rows]  # [b, i, d]
-        if first and not self.aside:
-            rows = room.take("all", pairs, b, i, w + q)  # [b, i, w + q]
-            rows[..., :w] = self.place[chunk.batch, chunk.rows, :w]
-        return rows[..., w : w + q], rows[..., : w + q]
+        if not columns.first:
+            w = sum(other.n for other in self.columns)
+            results = rows[..., w : w + columns.n]  # [b, i, 2 j]
+            return results, results, rows[..., self.n_waiting + n_out : self.n_kept]
+        if not self.aside:
+            kept, rows = rows, room.take("all", pairs, b, i, self.n_waiting + columns.n)  # [b, i, w + q]
+            rows[..., : self.n_kept] = kept[..., : self.n_kept]
+        results = rows[..., self.n_waiting : self.n_waiting + columns.n]  # [b, i, q]
+        return results, rows[..., : self.n_waiting + columns.n], results[..., n_out : columns.a]
 
     def matrix(self, samples: slice, M: Tensor) -> Tensor:
         """M of those that wait, and then M [b, q, d] itself, [b, w + q, d]."""
@@ -161,13 +169,13 @@ class InputGradient:
 def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh) -> Tensor:
     """Gradient of one iteration: adds to grad_f, grads and ``into``, and returns grad_x_hat [b, j, d].
 
-    A fresh pass, the first of a backward, writes the large gradients (those with an i) instead of adding.
+    A fresh pass, the first of a backward, writes what has an i instead of adding to it.
     ``pairs`` = x M^T turn into phi, which belongs to grad_y, and the gradients of the other columns: one
     product with x_inp sums these over i, which is the gradient of M, one with M itself is grad_x.
     The pass of the first iteration leaves the gradient of W_A x_inp in grad_f.
     """
     first, n_out = x_hat is None, p.n_out
-    columns, room = Columns(p, x_hat, kept, grad_y), Room()
+    columns, room = Columns(p, x_hat, kept, grad_y, into.waits), Room()
     grad_M = grad_y.new_zeros(len(grad_y), columns.n - n_out, grad_y.shape[-1])  # [b, q - j, d]
     sums = grad_M.new_zeros(grad_M.shape[:2])  # [b, q - j]
     samples: Any = None
@@ -175,14 +183,14 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
         at = chunk.batch, chunk.rows
         if samples != chunk.samples:
             samples = chunk.samples
-            M = columns.matrix(samples)  # [b, q, d]
+            computed, M = columns.matrix(samples, columns.computed), columns.matrix(samples)  # [b, q, d] each
             all_M = into.matrix(samples, M) if first else M  # [b, w + q, d]
         x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
-        pairs = room.take("pairs", f, *f.shape, columns.n)  # [b, i, q]
-        c = columns.multiply(pairs, x, M, chunk)  # [b, i, 2 j or j]
-        results, all_results = into.results(chunk, pairs, first, room)  # [b, i, q], [b, i, w + q]
+        pairs = room.take("pairs", f, *f.shape, max(columns.n, columns.n_computed))  # [b, i, q]
+        c = columns.multiply(pairs, x, computed, chunk)  # [b, i, 2 j or j]
+        results, all_results, grad_c = into.results(chunk, pairs, columns, room)
         to_sum = p.pairs.coefficients_backward(
-            p, chunk, c, pairs, results, columns, f, grad_s[samples], grad_f[at], grads, fresh, room
+            p, chunk, c, pairs, results, grad_c, columns, f, grad_s[samples], grad_f[at], grads, fresh, room
         )  # [b, i, q - j]
         if p.variable:
             add_sum(p, sums[samples], to_sum)
@@ -217,51 +225,60 @@ class Columns:
       (unless pairs are masked), their one combination prior c_sum - c_ign; and there a_inp.
 
     Of a fixed length c is None: ``p.pairs`` has the betas themselves. A c that is kept is computed once.
+
+    The results of a backward pass have the same columns. Where the gradient of c adds up over the iterations
+    until the first (``adds_up``), it is c_sum and c_ign there, and is missing in the others.
     """
 
-    def __init__(self, p: Problem, x_hat, kept: Tensor, grad_y=None):
+    def __init__(self, p: Problem, x_hat, kept: Tensor, grad_y=None, adds_up: bool = False):
         self.p, self.first, forward = p, x_hat is None, grad_y is None
+        self.flat = self.first and (p.use is None or p.use.shape[-1] == 1)
         self.kept: Any = kept if len(kept) else None
         self.filling = forward and self.first and self.kept is not None
+        self.adds_up = adds_up and p.variable
         own = [m for m in (grad_y, scores_matrix(p, x_hat)) if m is not None]  # [b, j, d] each
         self.own: Any = torch.cat(own, 1) if own else None  # [b, k, d]
-        self.shared: Any = None  # [q - k, d]
-        self.a = self.n_computed = self.n = len(own) * p.n_out
-        self.bias: Any = None
-        self.known = self.kept is not None and not self.filling
-        if p.variable and not (forward and self.known):
-            self._share()
-
-    def _share(self) -> None:
-        """Add the columns that are the same for every sample."""
-        p, before = self.p, self.n
+        self.computed = self.shared = self.bias = None  # type: Any
+        self.a = self.n = self.n_computed = n_own = len(own) * p.n_out
+        self.n_c = 0
+        if not p.variable:
+            return
         W, B = p.beta_rows  # [2 j, d], [2 j]
-        if self.flat and not self.filling:
-            W, B = self._flatten(W, 0), self._flatten(B, 0)  # [j, d], [j]
-        self.a = before + len(B)
-        if self.first:  # and zeros that keep rows aligned
-            zeros = W.new_zeros(-(self.a + 1) % 8, W.shape[1])  # [0 to 7, d]
-            W = torch.cat((W, p.w.W_A.to(W.dtype), zeros))  # [q - k, d]
-        self.shared, self.n = W, before + len(W)
-        if not self.known:
-            self.n_computed = self.n
-            self.bias = nnf.pad(B, (before, self.n - self.a))  # [q]
-
-    @property
-    def flat(self) -> bool:
-        """Whether all outputs have the same R."""
-        return self.first and (self.p.use is None or self.p.use.shape[-1] == 1)
+        W_c, B_c = (self._flatten(W, 0), self._flatten(B, 0)) if self.flat and not self.filling else (W, B)
+        self.n_c = len(B_c)
+        if self.kept is None or self.filling:
+            self.computed = self._with_activations(W_c, n_own)  # [q - k, d]
+            self.n_computed += len(self.computed)
+            self.bias = nnf.pad(B_c, (n_own, len(self.computed) - len(B_c)))  # [q]
+        if forward:
+            self.a += self.n_c
+        elif self.first or not self.adds_up:
+            W_c = W if self.adds_up else W_c  # [2 j or j, d]
+            self.shared, self.a = self._with_activations(W_c, n_own), n_own + len(W_c)  # [q - k, d]
+            self.n += len(self.shared)
 
     def _flatten(self, c: Tensor, dim: int) -> Tensor:
         c_sum, c_ign = c.chunk(2, dim)
         return self.p.prior * c_sum - c_ign
 
-    def matrix(self, samples: slice) -> Any:
-        """M of some samples, [b, q, d], or [1, q, d] if it is the same for all; None if there is nothing."""
+    def _with_activations(self, W: Tensor, n_own: int) -> Tensor:
+        """In the first iteration W_A is one more row, and zeros that keep columns aligned."""
+        if not self.first:
+            return W
+        zeros = W.new_zeros(-(n_own + len(W) + 1) % 8, W.shape[1])  # [0 to 7, d]
+        return torch.cat((W, self.p.w.W_A.to(W.dtype), zeros))  # [q - k, d]
+
+    def matrix(self, samples: slice, shared: Any = None) -> Any:
+        """M of some samples, [b, q, d], or [1, q, d] if it is the same for all; None if there is nothing.
+
+        Args:
+            shared: the rows that all samples have, by default those of the results.
+        """
+        shared = self.shared if shared is None else shared
         if self.own is None:
-            return None if self.shared is None else self.shared[None]
+            return None if shared is None else shared[None]
         own = self.own[samples]  # [b, k, d]
-        return own if self.shared is None else torch.cat((own, self.shared.expand(len(own), -1, -1)), 1)
+        return own if shared is None else torch.cat((own, shared.expand(len(own), -1, -1)), 1)
 
     def multiply(self, pairs: Tensor, x: Tensor, M, chunk: Chunk):
         """Fill pairs [b, i, q] with x M^T and the bias, and give c [b, i, 2 j or j] (None if fixed)."""
@@ -270,25 +287,22 @@ class Columns:
             multiply(p, x, M[:, :n], self.bias, out=pairs[..., :n])
         if not p.variable:
             return None
-        if self.known:
+        if self.computed is None:
             return self._flatten(self.kept[at], -1) if self.flat else self.kept[at]
-        c = pairs[..., self.a - self.n_c : self.a]  # [b, i, 2 j or j]
+        n_own = n - len(self.computed)
+        c = pairs[..., n_own : n_own + self.n_c]  # [b, i, 2 j or j]
         if self.filling:
             self.kept[at] = c
         return c
 
-    @property
-    def n_c(self) -> int:
-        """Columns of c in pairs."""
-        return self.p.n_out if self.flat and not self.filling else 2 * self.p.n_out
-
     def finish(self, grad_rows: Tensor, grad_B: Tensor, grads) -> None:
-        """Hand over the gradients of the shared columns: [q - k, d], and summed over inputs, [b, q - k]."""
-        if not self.p.variable:
+        """Hand over the gradients of the shared rows: [q - k, d], and summed over inputs, [b, q - k]."""
+        if self.shared is None:
             return
-        k = self.n_c
+        flat = self.flat and not self.adds_up
+        k = self.p.n_out if flat else 2 * self.p.n_out
         for name, grad in (("W", grad_rows[:k].mT), ("B", grad_B[:, :k].sum(0))):
-            grad_use, grad_ign = split_betas(self.p, grad, self.flat)
+            grad_use, grad_ign = split_betas(self.p, grad, flat)
             grads.add(f"{name}_use", grad_use)
             grads.add(f"{name}_ign", grad_ign)
         if self.first:
