@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops.passes import Chunk, Columns, Room, split_betas, use_of
+from vecroute.ops.chunks import Chunk, Room, use_of
+from vecroute.ops.columns import Columns, split_betas
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import accumulate, add
 

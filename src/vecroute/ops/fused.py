@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vecroute.ops.chunks import Chunk, Room, use_of
+from vecroute.ops.columns import Columns
 from vecroute.ops.fused_pairs import (
     activations_backward_kernel,
     activations_kernel,
@@ -12,7 +14,6 @@ from vecroute.ops.fused_pairs import (
     coefficients_kernel,
 )
 from vecroute.ops.fused_product import rows_times
-from vecroute.ops.passes import Chunk, Columns, Room, use_of
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import accumulate, add, has_kernel
 

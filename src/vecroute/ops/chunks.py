@@ -1,0 +1,80 @@
+"""Chunks of the inputs: which rows go together, their x_inp and masks, and memory for what they need."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vecroute.ops.problem import Problem
+from vecroute.ops.products import operand_dtype
+
+
+class Chunk(NamedTuple):
+    """Some rows of some samples: ``samples`` indexes what is per sample, ``batch`` and ``rows`` x_inp."""
+
+    samples: slice
+    batch: slice
+    rows: slice
+
+
+def chunks(p: Problem) -> Iterator[Chunk]:
+    """Cut the inputs into chunks: whole samples, several at a time if they are short, or parts of one."""
+    size = p.tuning.rows or rows_of_a_chunk(p)
+    n_samples, n_rows = p.sqrt_n_inp.shape[0], p.x_inp.shape[1]
+    if p.offsets is not None:
+        for b in range(n_samples):
+            for rows in parts(p.offsets[b], p.offsets[b + 1], size):
+                yield Chunk(slice(b, b + 1), slice(0, 1), rows)
+        return
+    together = max(1, size // max(1, n_rows))
+    for b in range(0, n_samples, together):
+        samples = slice(b, min(b + together, n_samples))
+        for rows in parts(0, n_rows, size):
+            yield Chunk(samples, samples, rows)
+
+
+def parts(start: int, end: int, size: int) -> Iterator[slice]:
+    """As few parts of at most so many rows as there can be, about as large as each other."""
+    n = -(-(end - start) // size)
+    step = min(size, -(-(end - start) // max(1, 16 * n)) * 16)  # aligned
+    for first in range(start, end, step or 1):
+        yield slice(first, min(first + step, end))
+
+
+def rows_of_a_chunk(p: Problem) -> int:
+    """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
+    if p.x_inp.device.type == "cpu":
+        return max(64, min(2048, 2**18 // p.n_out))
+    # What a row has in buffers of a forward pass; together they stay small beside x_inp and the parameters.
+    row, share = (4 * p.n_out, 30) if p.variable else (2 * p.n_out, 22)
+    least = 2**27 if p.n_out < 512 else 2**28
+    return max(
+        1024, max(least, p.x_inp.numel() * p.x_inp.element_size() // share) // (row * p.dtype.itemsize)
+    )
+
+
+class Room(dict[str, Tensor]):
+    """Memory for what lives in one chunk, by name, used again by the next."""
+
+    def take(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """An uninitialised tensor of the dtype of another."""
+        size = math.prod(shape)
+        if name not in self or self[name].numel() < size:
+            self.pop(name, None)
+            self[name] = like.new_empty(size)
+        return self[name][:size].view(shape)
+
+
+def inputs(p: Problem, chunk: Chunk) -> Tensor:
+    """x_inp of a chunk, with zeros in place of unused inputs, so that not even NaN in them counts."""
+    x = p.x_inp[chunk.batch, chunk.rows]  # [b, i, d]
+    if p.use is not None:
+        x = x.where(use_of(p, chunk).any(-1, keepdim=True), 0)  # [b, i, d]
+    return x.to(operand_dtype(p))  # [b, i, d]
+
+
+def use_of(p: Problem, chunk: Chunk) -> Tensor:
+    """The used pairs of a chunk, [b or 1, i, j or 1]."""
+    assert p.use is not None
+    return p.use[chunk.batch if len(p.use) > 1 else slice(None), chunk.rows]

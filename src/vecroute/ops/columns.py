@@ -1,0 +1,120 @@
+"""The columns of ``pairs``: all that depends on a pair i, j and is linear in x_inp, side by side."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from vecroute.ops.chunks import Chunk
+from vecroute.ops.problem import Problem
+from vecroute.ops.products import multiply
+
+
+class Columns:
+    """What x_inp is multiplied with in a pass, as the rows of one matrix M; x_inp M^T has side by side
+
+    - in a backward pass grad_phi, from grad_y,
+    - in every iteration but the first the dot product of the scores, from x_hat,
+    - of a variable length c: c_sum and c_ign, or in the first iteration, where all outputs have the same R
+      (unless pairs are masked), their one combination prior c_sum - c_ign; and there a_inp.
+
+    Of a fixed length c is None: ``p.pairs`` has the betas themselves. A c that is kept is computed once.
+
+    The results of a backward pass have the same columns. Where the gradient of c adds up over the iterations
+    until the first (``adds_up``), it is c_sum and c_ign there, and is missing in the others.
+    """
+
+    def __init__(self, p: Problem, x_hat, kept: Tensor, grad_y=None, adds_up: bool = False):
+        self.p, self.first, forward = p, x_hat is None, grad_y is None
+        self.flat = self.first and (p.use is None or p.use.shape[-1] == 1)
+        self.kept: Any = kept if len(kept) else None
+        self.filling = forward and self.first and self.kept is not None
+        self.adds_up = adds_up and p.variable
+        own = [m for m in (grad_y, scores_matrix(p, x_hat)) if m is not None]  # [b, j, d] each
+        self.own: Any = torch.cat(own, 1) if own else None  # [b, k, d]
+        self.computed = self.shared = self.bias = None  # type: Any
+        self.a = self.n = self.n_computed = n_own = len(own) * p.n_out
+        self.n_c = 0
+        if not p.variable:
+            return
+        W, B = p.beta_rows  # [2 j, d], [2 j]
+        W_c, B_c = (self._flatten(W, 0), self._flatten(B, 0)) if self.flat and not self.filling else (W, B)
+        self.n_c = len(B_c)
+        if self.kept is None or self.filling:
+            self.computed = self._with_activations(W_c, n_own)  # [q - k, d]
+            self.n_computed += len(self.computed)
+            self.bias = nnf.pad(B_c, (n_own, len(self.computed) - len(B_c)))  # [q]
+        if forward:
+            self.a += self.n_c
+        elif self.first or not self.adds_up:
+            W_c = W if self.adds_up else W_c  # [2 j or j, d]
+            self.shared, self.a = self._with_activations(W_c, n_own), n_own + len(W_c)  # [q - k, d]
+            self.n += len(self.shared)
+
+    def _flatten(self, c: Tensor, dim: int) -> Tensor:
+        c_sum, c_ign = c.chunk(2, dim)
+        return self.p.prior * c_sum - c_ign
+
+    def _with_activations(self, W: Tensor, n_own: int) -> Tensor:
+        """In the first iteration W_A is one more row, and zeros that keep columns aligned."""
+        if not self.first:
+            return W
+        zeros = W.new_zeros(-(n_own + len(W) + 1) % 8, W.shape[1])  # [0 to 7, d]
+        return torch.cat((W, self.p.w.W_A.to(W.dtype), zeros))  # [q - k, d]
+
+    def matrix(self, samples: slice, shared: Any = None) -> Any:
+        """M of some samples, [b, q, d], or [1, q, d] if it is the same for all; None if there is nothing.
+
+        Args:
+            shared: the rows that all samples have, by default those of the results.
+        """
+        shared = self.shared if shared is None else shared
+        if self.own is None:
+            return None if shared is None else shared[None]
+        own = self.own[samples]  # [b, k, d]
+        return own if shared is None else torch.cat((own, shared.expand(len(own), -1, -1)), 1)
+
+    def multiply(self, pairs: Tensor, x: Tensor, M, chunk: Chunk):
+        """Fill pairs [b, i, q] with x M^T and the bias, and give c [b, i, 2 j or j] (None if fixed)."""
+        p, n, at = self.p, self.n_computed, (chunk.batch, chunk.rows)
+        if n:
+            multiply(p, x, M[:, :n], self.bias, out=pairs[..., :n])
+        if not p.variable:
+            return None
+        if self.computed is None:
+            return self._flatten(self.kept[at], -1) if self.flat else self.kept[at]
+        n_own = n - len(self.computed)
+        c = pairs[..., n_own : n_own + self.n_c]  # [b, i, 2 j or j]
+        if self.filling:
+            self.kept[at] = c
+        return c
+
+    def finish(self, grad_rows: Tensor, grad_B: Tensor, grads) -> None:
+        """Hand over the gradients of the shared rows: [q - k, d], and summed over inputs, [b, q - k]."""
+        if self.shared is None:
+            return
+        flat = self.flat and not self.adds_up
+        k = self.p.n_out if flat else 2 * self.p.n_out
+        for name, grad in (("W", grad_rows[:k].mT), ("B", grad_B[:, :k].sum(0))):
+            grad_use, grad_ign = split_betas(self.p, grad, flat)
+            grads.add(f"{name}_use", grad_use)
+            grads.add(f"{name}_ign", grad_ign)
+        if self.first:
+            grads.add("W_A", grad_rows[None, k].clone())  # [1, d]
+            grads.add("B_A", (grad_B[:, k, None] * self.p.sqrt_n_inp).sum(0))  # [1]
+
+
+def scores_matrix(p: Problem, x_hat):
+    """What x_inp is multiplied with for z: x_hat, with W_S already in it if that has no i; [b, j, d]."""
+    if x_hat is None or not p.variable:
+        return x_hat
+    return x_hat * p.w.W_S.mT  # [b, j, d]
+
+
+def split_betas(p: Problem, grad_c: Tensor, flat: bool) -> tuple[Tensor, Tensor]:
+    """The gradients with respect to beta_use and beta_ign, from that of c_sum and c_ign, or of the flat c."""
+    if flat:
+        return grad_c * p.prior, grad_c * (p.prior - 1)
+    grad_sum, grad_ign = grad_c.chunk(2, -1)
+    return grad_sum, grad_sum + grad_ign
