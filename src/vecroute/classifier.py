@@ -51,7 +51,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         drop_inputs, drop_features: see there; None for 0.8 and 0.3 where the head chooses among the hidden
             states, and for 0 where it takes means or one position ("mean_last", "mean_all", "scalar_mix",
             "cls") and has nothing to choose.
-        validation_fraction: of the texts, on which training is validated; 0 for none.
+        validation_fraction: of the texts, on which training is validated; 0 for none. None for a tenth where
+            there are 1000 texts or more; fewer are all needed to learn from.
         class_weight: None, "balanced", or a dict by label.
         multi_label: whether a text may have any number of labels: y is then a collection of labels for each
             text, or a table of zeros and ones, and ``predict`` gives such a table.
@@ -92,7 +93,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         patience: int = 5,
         mixed_precision: str = "auto",
         shard_inputs: bool = False,
-        validation_fraction: float = 0.1,
+        validation_fraction: float | None = None,
         class_weight: Any = None,
         multi_label: bool = False,
         cache: bool | str | Path = True,

@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-# Where the number of epochs is left to us: about 1000 steps, in 3 to 20 epochs; of very little data up to 60.
+# Where the number of epochs is left to us: about 1000 steps, in 3 to 20 epochs. Of little data up to 100, so
+# that there are 150 steps, or 50 for each class: of many classes a step says little about each.
 STEPS, FEWEST_EPOCHS, MOST_EPOCHS = 1000, 3, 20
-FEWEST_STEPS, MOST_EPOCHS_OF_FEW = 150, 60
+FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS, MOST_EPOCHS_OF_FEW = 150, 50, 100
+
+FEWEST_TO_JUDGE_BY = 100  # validation samples; fewer are measured, but nothing is decided by them
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Recipe:
     """How a head is trained.
 
     Args:
-        max_epochs: None for as many as make about 1000 steps, from 3 to 20, or up to 60 for 150 steps.
+        max_epochs: None for as many as make about 1000 steps, from 3 to 20, or up to 100 for 150 steps, or
+            for 50 steps for each class.
         batch_size: samples per step and process.
         lr, weight_decay: of AdamW.
         drop_inputs: share of the input vectors that each step leaves out, never all of a sample.
@@ -83,7 +87,8 @@ class Task(NamedTuple):
         return (scores.argmax(-1) == targets.argmax(-1)).float()
 
 
-def epochs_for(steps: int) -> int:
+def epochs_for(steps: int, n_cls: int) -> int:
     """How many epochs of so many steps to train for."""
     usual = min(max(round(STEPS / steps), FEWEST_EPOCHS), MOST_EPOCHS)
-    return max(usual, min(math.ceil(FEWEST_STEPS / steps), MOST_EPOCHS_OF_FEW))
+    fewest = min(max(FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS * n_cls), STEPS)
+    return max(usual, min(math.ceil(fewest / steps), MOST_EPOCHS_OF_FEW))

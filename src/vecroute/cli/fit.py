@@ -33,7 +33,9 @@ def fit(
     batch_size: Annotated[int | None, typer.Option(help="Texts per step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same classifier.")] = 0,
-    validation: Annotated[float, typer.Option(help="Fraction of the texts to validate on.")] = 0.1,
+    validation: Annotated[
+        float | None, typer.Option(help="Fraction of the texts to validate on; by the data if left out.")
+    ] = None,
     balanced: Annotated[bool, typer.Option(help="Give every class the same weight.")] = False,
     max_length: Annotated[int | None, typer.Option(help="Tokens per chunk of a long text.")] = None,
     stride: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share.")] = 0,
