@@ -49,9 +49,8 @@ def rows_of_a_chunk(p: Problem) -> int:
     # What a row has in buffers of a forward pass; together they stay small beside x_inp and the parameters.
     row, share = (4 * p.n_out, 30) if p.variable else (2 * p.n_out, 22)
     least = 2**27 if p.n_out < 512 else 2**28
-    return max(
-        1024, max(least, p.x_inp.numel() * p.x_inp.element_size() // share) // (row * p.dtype.itemsize)
-    )
+    room = max(least, p.x_inp.numel() * p.x_inp.element_size() // share)
+    return max(1024, room // (row * p.dtype.itemsize))
 
 
 class Room(dict[str, Tensor]):
