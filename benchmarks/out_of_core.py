@@ -135,7 +135,8 @@ def take_turns(
     if common.is_cuda(device):
         chunk = chunk.pin_memory()
     same = InMemory(chunk.to(device), size)
-    route(InMemory(same.x_inp, rows), sizes, which, rows, device)  # warms up
+    # Warms up, also with a shorter chunk as the last one is, for which a GPU compiles kernels of its own.
+    route(InMemory(same.x_inp, len(chunk) + size % rows), sizes, which, rows, device)
     sums: dict[str, float] = {}
     for k in range(options.parts):
         part = part_of(path, (whole.n_inp - size) * k // max(1, options.parts - 1), size, options.cached)
@@ -210,7 +211,7 @@ def main() -> None:
     parser.add_argument("--d-inp", type=int, default=1024)
     parser.add_argument("--n-out", type=int, default=8)
     parser.add_argument("--rows", type=int, help="of a chunk; 2048, on a GPU 32768")
-    parser.add_argument("--threads", type=int, default=1, help="that compute; one more reads")
+    parser.add_argument("--threads", type=int, default=1, help="that compute; others read")
     parser.add_argument("--parts", type=int, default=5, help="of the file, on which shares are measured")
     parser.add_argument("--part-gb", type=float, default=1.0, help="the size of each")
     parser.add_argument("--cached", action="store_true", help="leave the file in the system's cache")
