@@ -63,7 +63,8 @@ SMALL = {"lr": 1e-2, "drop_inputs": 0.5, "drop_features": 0.0}
 
 @pytest.fixture(scope="module")
 def fitted(tiny):
-    return vr.RoutingClassifier(tiny, max_epochs=8, batch_size=16, **SMALL).fit(TEXTS, LABELS)
+    options = {"max_epochs": 8, "batch_size": 16, "validation_fraction": 0.1}
+    return vr.RoutingClassifier(tiny, **options, **SMALL).fit(TEXTS, LABELS)
 
 
 @pytest.fixture
@@ -290,7 +291,17 @@ def test_the_split_keeps_the_share_of_every_class():
     assert sorted(train + valid) == list(range(100))
     assert sum(k >= 80 for k in valid) == 2
     assert labels.split(found, 0.0, 0, False)[1] == []
+    # Unless a fraction is given, none are kept out where nothing would be decided by them.
+    assert labels.split(found, None, 0, False)[1] == []
+    assert labels.split(labels.check_labels(["a", "b", "b"] * 333, 999), None, 0, False)[1] == []
+    assert len(labels.split(labels.check_labels(["a", "b"] * 500, 1000), None, 0, False)[1]) == 100
     assert labels.split(labels.check_labels(["a", "a", "b", "b"] * 5, 20), 0.1, 0, False)[1] == []
+
+
+def test_few_texts_want_more_weight_decay():
+    decays = [vr.RoutingClassifier()._recipe(n).weight_decay for n in (10, 999, 1000)]
+    assert decays == [2.0, 2.0, 0.5]
+    assert vr.RoutingClassifier(weight_decay=0.1)._recipe(10).weight_decay == 0.1
 
 
 def test_class_weights():
@@ -345,7 +356,7 @@ def test_a_checkpoint_belongs_to_its_texts(quick, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
-    quick.set_params(checkpoint=tmp_path / "checkpoint", max_epochs=2)
+    quick.set_params(checkpoint=tmp_path / "checkpoint", max_epochs=2, validation_fraction=0.1)
     monkeypatch.setattr(training.Trainer, "validate", stop)
     with pytest.raises(KeyboardInterrupt):
         quick.fit(TEXTS, LABELS)

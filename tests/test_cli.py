@@ -161,7 +161,7 @@ def test_tables_of_every_kind_give_the_same_classifier(run, tiny, table, fitted,
     done = run(*fit_arguments(tiny, tmp_path / f"train.{ending}", tmp_path / "model"))
     assert done.code == 0, done.err
     assert done.err == ""
-    assert done.out.startswith(f"{tmp_path / 'model'}: 2 classes from 108 texts, validation accuracy ")
+    assert done.out.startswith(f"{tmp_path / 'model'}: 2 classes from 120 texts\n")
     assert names(tmp_path) == sorted(
         ["model", "model/README.md", "model/config.json", "model/model.safetensors", f"train.{ending}"]
     )
@@ -495,7 +495,7 @@ def test_interrupted_the_same_command_goes_on_to_the_same_weights(
     )
     assert run(*arguments).code == 0
     history = json.loads((tmp_path / "model/config.json").read_text())["history"]
-    assert len(done) + len(resumed) == 7 * len(history)
+    assert len(done) + len(resumed) == 8 * len(history)
     assert names(tmp_path) == ["model", "model/README.md", "model/config.json", "model/model.safetensors"]
     expected, found = (load_file(folder / "model.safetensors") for folder in (fitted, tmp_path / "model"))
     assert all((found[name] == expected[name]).all() for name in expected)

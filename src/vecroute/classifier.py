@@ -24,6 +24,7 @@ from vecroute.heads import CHOOSING, RoutingHead, make_head
 from vecroute.images import Picture, check_images, is_image
 from vecroute.labels import check_label_sets, check_labels, check_texts, class_weights, split
 from vecroute.progress import progress_bar
+from vecroute.recipe import FEW, WEIGHT_DECAY_OF_FEW
 from vecroute.training import Recipe, Task, make_accelerator, train
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,9 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
         head: "routing", "wide" or "paper", or a baseline without explanations; see ``vecroute.heads``.
         head_options: for the head, see ``vecroute.RoutingHead``.
-        max_epochs, batch_size, lr, weight_decay, mixup, label_smoothing, patience, mixed_precision,
-            shard_inputs: see ``vecroute.training.Recipe``.
+        max_epochs, batch_size, lr, mixup, label_smoothing, patience, mixed_precision, shard_inputs: see
+            ``vecroute.training.Recipe``.
+        weight_decay: see there; None for 0.5, or 2 where there are fewer than 1000 texts.
         drop_inputs, drop_features: see there; None for 0.8 and 0.3 where the head chooses among the hidden
             states, and for 0 where it takes means or one position ("mean_last", "mean_all", "scalar_mix",
             "cls") and has nothing to choose.
@@ -85,7 +87,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         max_epochs: int | None = None,
         batch_size: int = 32,
         lr: float = 1e-3,
-        weight_decay: float = 0.5,
+        weight_decay: float | None = None,
         drop_inputs: float | None = None,
         drop_features: float | None = None,
         mixup: float = 0.0,
@@ -157,7 +159,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             ValueError, TypeError: texts or labels that are missing, empty, of one class only, ...
         """
         texts, task_labels, train_on, validate_on = self._samples(X, y, validation)
-        recipe = self._recipe()
+        recipe = self._recipe(len(texts))
         accelerator = make_accelerator(self.device)
         features = self._features(texts, accelerator)
         encoder = features.encoder
@@ -309,11 +311,14 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             features.cache.refresh()
         return features
 
-    def _recipe(self) -> Recipe:
+    def _recipe(self, n: int) -> Recipe:
+        """How to train on n samples."""
         given = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name != "seed"}
         for name in ("drop_inputs", "drop_features"):
             if given[name] is None:
                 given[name] = getattr(Recipe, name) if self.head in CHOOSING else 0.0
+        if given["weight_decay"] is None:
+            given["weight_decay"] = WEIGHT_DECAY_OF_FEW if n < FEW else Recipe.weight_decay
         return Recipe(seed=self.random_state, **given)
 
     def _of_images(self) -> bool:

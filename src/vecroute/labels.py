@@ -10,7 +10,7 @@ from sklearn.preprocessing import MultiLabelBinarizer  # type: ignore[import-unt
 from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
 from torch import Tensor
 
-from vecroute.recipe import FEWEST_TO_JUDGE_BY
+from vecroute.recipe import FEW
 
 FEWEST_VALIDATED = 10  # samples below which a validation split would say nothing
 
@@ -133,14 +133,14 @@ def split(
 ) -> tuple[list[int], list[int]]:
     """Samples to learn from, and a fraction of them, with all classes alike, to validate on.
 
-    There is no validation where so few samples would say nothing. None is for a tenth, where that is enough
-    to decide by; else all are there to learn from.
+    There is no validation where so few samples would say nothing. None is for a tenth, unless samples are
+    so few that all are needed to learn from.
     """
     if fraction is not None and not 0 <= fraction < 1:
         raise ValueError(f"validation_fraction must be from 0 to less than 1, got {fraction}")
     n, n_cls = labels.targets.shape
     if fraction is None:
-        fraction = 0.1 if n >= 10 * FEWEST_TO_JUDGE_BY else 0.0
+        fraction = 0.1 if n >= FEW else 0.0
     n_valid = max(round(fraction * n), n_cls)
     if not fraction or n_valid < FEWEST_VALIDATED or n < 4 * n_cls:
         return list(range(n)), []

@@ -14,7 +14,8 @@ from torch import Tensor
 STEPS, FEWEST_EPOCHS, MOST_EPOCHS = 1000, 3, 20
 FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS, MOST_EPOCHS_OF_FEW = 150, 50, 100
 
-FEWEST_TO_JUDGE_BY = 100  # validation samples; fewer are measured, but nothing is decided by them
+# Fewer samples are all needed to learn from, and seen so often that they want more weight decay.
+FEW, WEIGHT_DECAY_OF_FEW = 1000, 2.0
 
 
 @dataclass(frozen=True)

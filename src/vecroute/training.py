@@ -22,7 +22,7 @@ from vecroute.encoders.loading import pick_device
 from vecroute.encoders.text import length_batches
 from vecroute.heads import RoutingHead
 from vecroute.progress import progress_bar
-from vecroute.recipe import FEWEST_TO_JUDGE_BY, Recipe, Source, Task, epochs_for
+from vecroute.recipe import Recipe, Source, Task, epochs_for
 from vecroute.sampling import compact, drop_features, drop_inputs, mix, seeded, shuffled_batches
 from vecroute.storage import load_tensors, save_tensors
 
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 WARM_UP = 0.1  # of all steps, with a learning rate that rises from 0; then it falls to 0 along a cosine
 AVERAGED_STEPS = 100  # the weights that are validated and kept are a running mean over about so many steps
 CLIP_NORM = 1.0
+FEWEST_TO_JUDGE_BY = 100  # validation samples; fewer are measured, but nothing is decided by them
 BATCH_BYTES = 128 * 1024**2  # of padded hidden states that go through the head at once
 CHECKPOINT_SECONDS = 5.0
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW
