@@ -206,6 +206,36 @@ def test_a_damaged_file_on_one_rank(ranks, tmp_path):
     assert "another rank failed: rank 1" in messages[0]
 
 
+def stream_with(change: str, folder: str) -> None:
+    """Something is wrong on rank 1 alone, of a network that does not know its d_inp."""
+    mesh = mesh_of(3)
+    network = vr.Sequential(
+        vr.PerVector(nn.LayerNorm(4)), vr.VectorRouting(n_inp=None, n_out=2, d_inp=4, d_out=2)
+    )
+    shard_inputs(network, mesh)
+    x_inp, path, outputs = torch.ones(5, 4), Path(folder, f"{mesh.get_local_rank()}.npy"), [0, 1]
+    if mesh.get_local_rank() == 1:
+        x_inp = {"d_inp": x_inp[:, :3], "dtype": x_inp.half()}.get(change, x_inp)
+        path = path.parent / "none" / path.name if change == "folder" else path
+        outputs = [2] if change == "outputs" else outputs
+    stream_credit(network, [x_inp], path, outputs)
+
+
+STREAMS_REFUSED = {
+    "d_inp": "d_inp must be the same on every rank, got 4 on rank 0, 3 on rank 1, 4 on rank 2",
+    "dtype": "dtype of x_inp must be the same on every rank, got torch.float32 on rank 0, torch.float16 on",
+    "folder": "No such file or directory",
+    "outputs": "outputs must be some of 0, ..., n_out - 1 = 1, got [2]",
+}
+
+
+@pytest.mark.parametrize("change", STREAMS_REFUSED)
+def test_what_is_wrong_with_the_stream_of_one_rank(ranks, change, tmp_path):
+    messages = ranks.messages(3, stream_with, change, str(tmp_path))
+    assert all(STREAMS_REFUSED[change] in message for message in messages), messages
+    assert list(tmp_path.iterdir()) == []
+
+
 # What is refused, on every rank
 
 

@@ -1,6 +1,7 @@
 """Vectors that lie in files row after row: what the heads of the files say, and reading into few buffers."""
 
 import json
+import math
 import mmap
 import os
 from collections import deque
@@ -8,6 +9,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import torch
@@ -93,32 +95,53 @@ def read(path: Path, before: tuple[int, int], begin: int, size: int, buffer: Ten
         buffer: from ``aligned``, of two blocks more.
         direct: whether to read past the system's cache, if the file system can.
     """
-    if stamp(path) != before:
-        raise ValueError(f"{path} has changed since it was opened")
-    skip = begin % BLOCK if direct else 0
-    memory = buffer[: -(-(skip + size) // BLOCK) * BLOCK].numpy().data
-    file = opened(path, direct)
-    try:
-        done = 0
-        while done < skip + size:
-            n = os.preadv(file, [memory[done:]], begin - skip + done)
-            if n == 0 or (done + n < skip + size and n % BLOCK and direct):
-                end = begin - skip + done + n
-                raise ValueError(f"{path} has become shorter while it was read: it ends at byte {end}")
+    with told(path, before):
+        if direct:
+            try:
+                return fill(path, begin, size, buffer, getattr(os, "O_DIRECT", 0))  # [size]
+            except OSError:  # as on file systems in memory, some of which say so when opened, some when read
+                pass
+        return fill(path, begin, size, buffer)  # [size]
+
+
+def fill(path: Path, begin: int, size: int, buffer: Tensor, flag: int = 0) -> Tensor:
+    """The same, with a flag for the system; with one, reads begin and end at blocks."""
+    skip = begin % BLOCK if flag else 0
+    wanted, done = skip + size, 0
+    memory = buffer[: -(-wanted // BLOCK) * BLOCK].numpy().data
+    with open(path, "rb", buffering=0, opener=lambda name, mode: os.open(name, mode | flag)) as file:
+        while done < wanted:
+            file.seek(begin - skip + done)
+            n = file.readinto(memory[done:])
+            if flag and done + n < wanted:
+                n -= n % BLOCK
+            if n == 0:
+                length = os.fstat(file.fileno()).st_size
+                raise ValueError(f"{path} has become shorter while it was read: it ends at byte {length}")
             done += n
-    finally:
-        os.close(file)
-    return buffer[skip : skip + size]
+    return buffer[skip:wanted]
 
 
-def opened(path: Path, direct: bool) -> int:
-    """The descriptor of a file to read from."""
-    if direct:
-        try:
-            return os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-        except OSError:  # as on file systems in memory
-            pass
-    return os.open(path, os.O_RDONLY)
+class told:
+    """A context in which errors of reading name the file, as ValueError, and one that has changed is refused.
+
+    Args:
+        before: what ``stamp`` has said of the file, None if it has not been opened yet.
+    """
+
+    def __init__(self, path: Path, before: tuple[int, int] | None = None):
+        self.path, self.before = path, before
+
+    def __enter__(self) -> None:
+        if not self.path.is_file():
+            raise FileNotFoundError(f"there is no file {self.path}")
+        if self.before not in (None, stamp(self.path)):
+            raise ValueError(f"{self.path} has changed since it was opened")
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        arrow = kind is not None and kind.__module__.startswith("pyarrow")
+        if arrow or isinstance(error, OSError | UnicodeDecodeError):
+            raise ValueError(f"{self.path} cannot be read: {error}") from error
 
 
 def memory_bytes() -> int:
@@ -132,16 +155,15 @@ def npy_head(path: Path) -> tuple[int, list[int], torch.dtype]:
     with open(path, "rb") as file:
         try:
             version = numpy_format.read_magic(file)
-            read = (
-                numpy_format.read_array_header_1_0
-                if version == (1, 0)
-                else numpy_format.read_array_header_2_0
-            )
-            shape, fortran, dtype = read(file)
-        except ValueError as error:
+            read_head = getattr(numpy_format, f"read_array_header_{1 if version == (1, 0) else 2}_0")
+            shape, fortran, dtype = read_head(file)
+        except (ValueError, SyntaxError, TokenError) as error:  # of a head that is no Python
             raise ValueError(f"{path} is no .npy file, or damaged: {error}") from error
         if fortran:
             raise ValueError(f"{path} must hold rows one after the other, holds columns (fortran_order)")
+        end, size = file.tell() + math.prod(shape) * dtype.itemsize, path.stat().st_size
+        if size > end:
+            raise ValueError(f"{path} is damaged: {shape} of {dtype} ends at byte {end}, the file at {size}")
         return file.tell(), list(shape), torch_dtype(dtype, path)
 
 
@@ -159,7 +181,10 @@ def safetensors_head(path: Path, name: str | None) -> tuple[int, list[int], torc
                 raise KeyError(f"name must be one of {list(tensors)}, got {name!r}")
             if about["dtype"] not in DTYPES:
                 raise KeyError(f"tensor {name!r} must be one of {', '.join(DTYPES)}, is {about['dtype']}")
-            return 8 + length + about["data_offsets"][0], about["shape"], DTYPES[about["dtype"]]
+            shape, dtype, (begin, end) = about["shape"], DTYPES[about["dtype"]], about["data_offsets"]
+            if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+                raise ValueError("the numbers of a tensor take another place than it says")
+            return 8 + length + begin, shape, dtype
         except KeyError as error:
             raise ValueError(f"{path}: {error.args[0]}") from error
         except (ValueError, AttributeError, TypeError) as error:

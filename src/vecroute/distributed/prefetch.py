@@ -1,18 +1,14 @@
 """Reading while something else is computed: a thread for files, a stream of its own for copies to a GPU."""
 
-import queue
-import threading
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vecroute.distributed.vectors import Vectors
-
-END = object()
 
 
 def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Generator[Tensor]:
@@ -21,44 +17,18 @@ def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Generator[T
     Each is good until the next is asked for. What reading raises is raised here.
     """
     on_gpu = device.type == "cuda"
-    by_itself = vectors.reads_ahead
-    with closing((vectors.chunks if by_itself else partial(by_a_thread, vectors))(rows, on_gpu)) as chunks:
+    read = vectors.chunks if vectors.reads_ahead else partial(by_a_thread, vectors)
+    with closing(read(rows, on_gpu)) as chunks:
         yield from copied(chunks, device) if on_gpu else chunks
 
 
 def by_a_thread(vectors: Vectors, rows: int, pinned: bool) -> Generator[Tensor]:
     """The chunks of vectors, the next of which a thread gets in the meantime."""
-    waiting: queue.Queue[Any] = queue.Queue(maxsize=1)
-    stop = threading.Event()
-
-    def put(item: Any) -> bool:
-        while not stop.is_set():
-            try:
-                waiting.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def read() -> None:
-        try:
-            for chunk in vectors.chunks(rows, pinned):
-                if not put(chunk):
-                    return
-            put(END)
-        except BaseException as error:
-            put(error)
-
-    thread = threading.Thread(target=read, name="vecroute reader", daemon=True)
-    thread.start()
-    try:
-        for item in iter(waiting.get, END):
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stop.set()
-        thread.join()
+    with closing(vectors.chunks(rows, pinned)) as chunks, ThreadPoolExecutor(1, "vecroute reader") as thread:
+        coming = thread.submit(next, chunks, None)
+        while (chunk := coming.result()) is not None:
+            coming = thread.submit(next, chunks, None)
+            yield chunk
 
 
 def copied(chunks: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:

@@ -8,21 +8,21 @@ import operator
 import os
 import uuid
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vecroute.compose import PerVector, Sequential, module_name
+from vecroute.compose import PerVector, Sequential, checked_group_of, module_name
 from vecroute.distributed.prefetch import prefetched
 from vecroute.distributed.vectors import Vectors, open_vectors
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops import choose, passes
 from vecroute.ops.checks import check_size
 from vecroute.ops.common import Weights, compute_dtype, normalize, product_dtype, without_autocast
-from vecroute.ops.group import add_up, all_reduce, sum_gradients, together
+from vecroute.ops.group import add_up, all_reduce, announced, sum_gradients, together
 from vecroute.ops.library import tf32_under_autocast
 from vecroute.ops.problem import Grads, Problem, Tuning
 from vecroute.ops.products import product
@@ -67,13 +67,20 @@ def stream_credit(
 
     Returns:
         x_out [n_out, d_out].
+
+    Raises:
+        ValueError, TypeError: as ``stream``; outputs that are not there.
+        OSError: the file cannot be written.
     """
     run = Streamed(network, x_inp, rows)
-    columns = [operator.index(j) for j in outputs]
-    n_out = next((part.n_out for part in reversed(run.after) if hasattr(part, "n_out")), run.layer.n_out)
-    if not columns or not all(0 <= j < n_out for j in columns):
-        raise ValueError(f"outputs must be some of 0, ..., n_out - 1 = {n_out - 1}, got {columns}")
-    with torch.no_grad(), CreditFile(path, run.vectors.n_inp, len(columns)) as file:
+    with torch.no_grad(), ExitStack() as stack:
+        with announced(checked_group_of(network)):
+            columns = [operator.index(j) for j in outputs]
+            after = (part.n_out for part in reversed(run.after) if hasattr(part, "n_out"))
+            n_out = next(after, run.layer.n_out)
+            if not columns or not all(0 <= j < n_out for j in columns):
+                raise ValueError(f"outputs must be some of 0, ..., n_out - 1 = {n_out - 1}, got {columns}")
+            file = stack.enter_context(CreditFile(path, run.vectors.n_inp, len(columns)))
         if not run.after:
             return run.rest(run.route(lambda phi: file.write(phi[:, columns])))
         x_out, credit = run.credit_of_rest(run.route(), columns)  # [j, h], [j', len(columns)]
@@ -109,12 +116,14 @@ class Streamed:
         self.before: list[Any] = parts[:first]
         self.after: list[Any] = parts[first + 1 :]
         self.trained = [p for part in self.before for p in part.parameters() if p.requires_grad]
-        with together(layer.group):
+        with together(layer.group) as alike:
             self.vectors: Vectors = open_vectors(x_inp)
+            check_size("d_inp of x_inp", self.vectors.d_inp)
             d_inp = parts[0].d_inp if isinstance(parts[0], VectorRouting) else None
             if d_inp not in (None, self.vectors.d_inp):
                 raise ValueError(f"x_inp must be [n_inp, d_inp={d_inp}], got d_inp={self.vectors.d_inp}")
             check_size("rows", rows, none_means="chosen by size")
+            alike |= {"d_inp": self.vectors.d_inp, "dtype of x_inp": self.vectors.dtype}
         self.dtype, self.device, kind = layer.W_F2.dtype, layer.W_F2.device, layer.W_F2.device.type
         # As autocast has it now: what products are rounded to, and how the modules before the routing run.
         self.rounded = product_dtype(layer.W_F2)

@@ -14,6 +14,8 @@ from vecroute.distributed.files import (
     mapped,
     npy_head,
     safetensors_head,
+    stamp,
+    told,
     torch_dtype,
 )
 from vecroute.ops.checks import check_size
@@ -46,8 +48,10 @@ class ParquetVectors:
     def __init__(self, paths: Sequence[Path], column: str | None):
         parquet = self.parquet = require("pyarrow.parquet", "cli")
         self.paths, self.n_inp, self.d_inp = paths, 0, 0
+        self.stamps: list[tuple[int, int]] = []
         for path in paths:
             with told(path), parquet.ParquetFile(path) as file:
+                self.stamps.append(stamp(path))
                 self.n_inp += file.metadata.num_rows
                 lists = [field.name for field in file.schema_arrow if hasattr(field.type, "value_type")]
                 column = column or next(iter(lists), None)
@@ -60,39 +64,22 @@ class ParquetVectors:
         self.d_inp, self.dtype = first.shape[1], first.dtype
 
     def chunks(self, rows: int, pinned: bool = False) -> Generator[Tensor]:
-        compute = require("pyarrow.compute", "cli")
-        for path in self.paths:
-            with told(path), self.parquet.ParquetFile(path) as file:
+        pyarrow, compute = require("pyarrow", "cli"), require("pyarrow.compute", "cli")
+        for path, before in zip(self.paths, self.stamps, strict=True):
+            where = f"column {self.column!r} of {path}"
+            with told(path, before), self.parquet.ParquetFile(path, page_checksum_verification=True) as file:
                 for batch in file.iter_batches(rows, columns=[self.column], use_threads=False):
                     lists = batch.column(0)
                     lengths = compute.unique(compute.list_value_length(lists)).to_pylist()
                     if len(lengths) > 1 or None in lengths or self.d_inp not in (0, lengths[0]):
-                        raise ValueError(
-                            f"column {self.column!r} must have lists of one length, has {lengths}"
-                        )
-                    flat = lists.flatten().to_numpy(zero_copy_only=False)
+                        raise ValueError(f"{where} must have lists of one length, has {lengths}")
+                    numbers = lists.flatten()
+                    if not pyarrow.types.is_floating(numbers.type) or numbers.null_count:
+                        found = f"{numbers.type}, of which {numbers.null_count} are missing"
+                        raise ValueError(f"{where} must have floating-point numbers, has {found}")
+                    flat = numbers.to_numpy(zero_copy_only=False)
                     chunk = torch.from_numpy(flat.reshape(len(lists), -1).copy())  # [rows, d]
-                    if not chunk.is_floating_point():
-                        raise ValueError(
-                            f"column {self.column!r} must have floating-point numbers, has {flat.dtype}"
-                        )
                     yield chunk.pin_memory() if pinned else chunk
-
-
-class told:
-    """A context in which errors of reading name the file, as ValueError."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __enter__(self) -> None:
-        if not self.path.is_file():
-            raise FileNotFoundError(f"there is no file {self.path}")
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        arrow = kind is not None and kind.__module__.startswith("pyarrow")
-        if error is not None and (arrow or isinstance(error, OSError)):
-            raise ValueError(f"{self.path} cannot be read: {error}") from error
 
 
 class IteratedVectors:
@@ -143,8 +130,9 @@ def open_vectors(
 
     Args:
         source: a path to a .npy file, one or more to .safetensors or .parquet files, whose rows follow one
-            another, or one to a raw file; a ``numpy.memmap``; a tensor; chunks [rows, d_inp] in anything that
-            can be iterated again and again, or a function that returns an iterator over them.
+            another, or one to a raw file; a ``numpy.memmap``, whose file is read; a tensor; chunks
+            [rows, d_inp] in anything that can be iterated again and again, or a function that returns an
+            iterator over them, each in memory of its own, since the next is asked for in the meantime.
         name: of the tensor in safetensors files, of the column in Parquet files; None for the only one.
         d_inp, dtype: of a raw file.
         n_inp: of an iterable, None to count first.
