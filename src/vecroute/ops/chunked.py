@@ -11,7 +11,7 @@ from torch import Tensor
 from vecroute.ops.chunks import Chunk, Room, use_of
 from vecroute.ops.columns import Columns, split_betas
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import accumulate, add
+from vecroute.ops.products import accumulate, add, over_samples
 
 
 def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> Tensor:
@@ -91,7 +91,7 @@ def coefficients_backward(
         scores_backward(p, chunk, grad_z, dot, results[..., n_out : 2 * n_out], grads, fresh)
     if c is None:
         both = grad_sum if R is None else torch.cat((grad_sum, -grad_phi), -1)  # [b, i, 2 j or j]
-        grad_use, grad_ign = split_betas(p, both.sum(0), R is None)  # [i, j], [i, j]
+        grad_use, grad_ign = split_betas(p, over_samples(both), R is None)  # [i, j], [i, j]
         fresh &= chunk.samples.start == 0
         add(grads["beta_use"][chunk.rows], grad_use, fresh)
         add(grads["beta_ign"][chunk.rows], grad_ign, fresh)
@@ -151,8 +151,8 @@ def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, out: 
         out.copy_(grad_z)
         return
     fresh &= chunk.samples.start == 0
-    add(grads["B_S"][chunk.rows], grad_z.sum(0), fresh)  # [i, j]
-    add(grads["W_S"][chunk.rows], (grad_z * dot).sum(0), fresh)  # [i, j]
+    add(grads["B_S"][chunk.rows], over_samples(grad_z), fresh)  # [i, j]
+    add(grads["W_S"][chunk.rows], over_samples(grad_z * dot), fresh)  # [i, j]
     torch.mul(grad_z, p.w.W_S[chunk.rows], out=out)
 
 
@@ -179,4 +179,8 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
         accumulate(p, grad_x, pairs, M, into.fresh)
         grad_x.addcmul_(grad_a.to(grad_x.dtype), p.w.W_A[chunk.rows].to(grad_x.dtype))  # [b, i, d]
     fresh = chunk.samples.start == 0  # no other iteration comes here
-    add(grads["W_A"][chunk.rows], (grad_a * x).sum(0), fresh)  # [i, d]
+    grad_W_A = grads["W_A"][chunk.rows]  # [i, d]
+    if fresh and len(x) == 1:
+        torch.mul(grad_a[0], x[0], out=grad_W_A)
+    else:
+        add(grad_W_A, (grad_a * x).sum(0), fresh)

@@ -113,8 +113,10 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
     """
     first, n_out = x_hat is None, p.n_out
     columns, room = Columns(p, x_hat, kept, grad_y, into.waits), Room()
-    grad_M = grad_y.new_zeros(len(grad_y), columns.n - n_out, grad_y.shape[-1])  # [b, q - j, d]
-    sums = grad_M.new_zeros(grad_M.shape[:2])  # [b, q - j]
+    n_summed = columns.n - n_out
+    # In the first iteration these rows of M are the same for all samples.
+    grad_M = grad_y.new_zeros(1 if first else len(grad_y), n_summed, grad_y.shape[-1])  # [b or 1, q - j, d]
+    sums = grad_M.new_zeros(len(grad_y), n_summed)  # [b, q - j]
     samples: Any = None
     for chunk in chunks(p):
         at = chunk.batch, chunk.rows
@@ -131,7 +133,9 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
         )  # [b, i, q - j]
         if p.variable:
             add_sum(p, sums[samples], to_sum)
-        if columns.n > n_out:
+        if n_summed and first:
+            accumulate_over_inputs(p, grad_M, to_sum.flatten(0, 1).mT[None], x.flatten(0, 1)[None])
+        elif n_summed:
             accumulate_over_inputs(p, grad_M[samples], to_sum.mT, x)  # [b, q - j, d]
         if first and not p.variable:
             p.pairs.inputs_backward(p, chunk, x, all_results, all_M, grad_f[at], into, grads)

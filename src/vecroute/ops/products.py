@@ -74,6 +74,11 @@ def add(out: Tensor, value: Tensor, fresh: bool) -> None:
         out += value
 
 
+def over_samples(values: Tensor) -> Tensor:
+    """The sum over b of values [b, ...]; of one sample its own."""
+    return values[0] if len(values) == 1 else values.sum(0)
+
+
 def add_sum(p: Problem, out: Tensor, values: Tensor, fresh: bool = False) -> None:
     """out [b, k] += the sum over i of values [b, i, k], in place, or = if fresh."""
     if values.is_cuda and len(values) == 1 and values.shape[1] >= 2**13:
