@@ -3,12 +3,14 @@
     torchrun --nproc-per-node 4 examples/torchrun_sharded.py --folder run
 
 Each process makes, holds and routes its own part of the vectors; all of them train one layer, and save it,
-with the state of the optimizer, after every step. Stop it and start it again, with any number of processes:
-it goes on from where it was.
+with the state of the optimizer, after every step. Stop it, or kill a process, and start it again, with any
+number of processes: it goes on from where it was.
 """
 
 import argparse
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,18 @@ def own_vectors(n_inp: int, mesh: DeviceMesh) -> Tensor:
     return torch.stack([torch.zeros(D_INP), *x])[1:].to(mesh.device_type)  # [i, d]
 
 
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest one that is whole: if a process is killed while it saves, .metadata is not there yet."""
+    whole = [file.parent for file in folder.glob("*/.metadata")]
+    return max(whole, key=lambda path: int(path.name), default=None)
+
+
+def state_of(layer: vr.VectorRouting, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint has."""
+    model, optim = get_state_dict(layer, optimizer)
+    return {"model": model, "optimizer": optim}
+
+
 def train(mesh: DeviceMesh, folder: Path, n_inp: int, steps: int) -> float:
     """Train up to so many steps from the checkpoint in the folder, if there is one; returns the last loss."""
     torch.manual_seed(0)
@@ -37,34 +51,30 @@ def train(mesh: DeviceMesh, folder: Path, n_inp: int, steps: int) -> float:
     layer = vr.distributed.shard_inputs(layer, mesh)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
     x_inp, target = own_vectors(n_inp, mesh), torch.eye(4, D_INP, device=mesh.device_type)
-
-    def loss() -> Tensor:
-        return nnf.mse_loss(layer(x_inp), nnf.layer_norm(target, target.shape[-1:]))
-
-    loss().backward()  # the optimizer has a state only after a first step
-    optimizer.step()
-    model, optim = get_state_dict(layer, optimizer)
-    state = {"model": model, "optimizer": optim, "done": torch.tensor(1)}
-    if (folder / ".metadata").exists():
-        dcp.load(state, checkpoint_id=folder, process_group=mesh.get_group())
+    is_first, group = mesh.get_local_rank() == 0, mesh.get_group()
+    last = last_checkpoint(folder)
+    if last is not None:
+        state = state_of(layer, optimizer)
+        dcp.load(state, checkpoint_id=last, process_group=group)
         model, optim = state["model"], state["optimizer"]
         set_state_dict(layer, optimizer, model_state_dict=model, optim_state_dict=optim)
-    value = loss()
-    for done in range(int(state["done"]), steps):
+    loss = torch.tensor(torch.nan)
+    for step in range(int(last.name) + 1 if last else 1, steps + 1):
         optimizer.zero_grad()
-        value = loss()
-        value.backward()
+        loss = nnf.mse_loss(layer(x_inp), nnf.layer_norm(target, target.shape[-1:]))
+        loss.backward()
         optimizer.step()
-        model, optim = get_state_dict(layer, optimizer)
-        state = {"model": model, "optimizer": optim, "done": torch.tensor(done + 1)}
-        dcp.save(state, checkpoint_id=folder, process_group=mesh.get_group())
-        if mesh.get_local_rank() == 0:
-            print(f"step {done + 1}: loss {value.item():.6f}")
+        dcp.save(state_of(layer, optimizer), checkpoint_id=folder / str(step), process_group=group)
+        if is_first:
+            print(f"step {step}: loss {loss.item():.6f}", flush=True)
+            if last is not None:
+                shutil.rmtree(last)
+        last = folder / str(step)
     # Each process has the credit of its own vectors; together they are [n_inp, 4].
     phi = vr.distributed.gather(layer.route(x_inp).phi, mesh)
-    if mesh.get_local_rank() == 0:
+    if is_first:
         print(f"most credit for the first output: vectors {phi[:, 0].topk(3).indices.tolist()} of {len(phi)}")
-    return value.item()
+    return loss.item()
 
 
 if __name__ == "__main__":

@@ -86,8 +86,12 @@ def train_example(n: int, folder: str, steps: int) -> float:
 
 
 def test_the_sharded_example_goes_on_with_another_number_of_processes(ranks, tmp_path):
+    folder = tmp_path / "several"
     for n, steps in ((2, 4), (3, 8)):
-        losses = ranks(n, train_example, n, str(tmp_path / "several"), steps)
+        losses = ranks(n, train_example, n, str(folder), steps)
+        assert [path.name for path in folder.iterdir()] == [str(steps)]
+        (folder / "5").mkdir(exist_ok=True)  # as if killed while it saved
+        (folder / "5" / "__0_0.distcp").write_bytes(b"half of")
     assert len(set(losses)) == 1
     (alone,) = ranks(1, train_example, 1, str(tmp_path / "one"), 8)
     assert losses[0] == pytest.approx(alone, rel=1e-4)
@@ -96,7 +100,7 @@ def test_the_sharded_example_goes_on_with_another_number_of_processes(ranks, tmp
 @pytest.mark.slow
 def test_the_sharded_example_under_torchrun(tmp_path):
     example = str(ROOT / "examples" / "torchrun_sharded.py")
-    for n, first in ((2, "step 2:"), (3, "step 4:")):
+    for n, first in ((2, "step 1:"), (3, "step 4:")):
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
         steps = "3" if n == 2 else "5"
         command = [*start, example, "--folder", str(tmp_path / "run"), "--n-inp", "40", "--steps", steps]
