@@ -129,14 +129,14 @@ def coefficients_backward(
     strides |= {"pairs_b": pairs.stride(0), "pairs_i": pairs.stride(1)}
     strides |= {"results_b": results.stride(0), "results_i": results.stride(1)}
     arguments = pair_arguments(p, chunk, c, f, first, strides)
-    blocks = blocks_of_pairs(n_out, *((2048, 8) if first else (1024, 8)))
+    blocks = blocks_of_pairs(n_out, 2048 if first else 1024, num_warps=8)
     to_sum = results[..., n_out:]  # [b, i, q - j]
     if c is None and not first:
         to_sum = to_be_summed(p, "grad_dot", f, room)  # [b, i, j]
     coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b](
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
-        fresh=int(fresh or (c is None and b > 1)), prior=p.prior, ADDS_UP=columns.adds_up,
+        fresh=int(fresh or (c is None and b > 1)), PRIOR=p.prior, ADDS_UP=columns.adds_up,
         grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0),
         grad_dot=to_sum, n_a=results.shape[-1] - columns.a, **arguments, **blocks,
     )  # fmt: skip

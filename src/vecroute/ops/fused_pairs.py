@@ -16,10 +16,20 @@ def log_f(z):
 
 
 @triton.jit
+def used(use, o_use, j_use, o_j, m):
+    """Which pairs of a block are used; a mask may have its neighbours in i, so that j_use is large."""
+    return m & (tl.load(use + o_use + o_j.to(tl.int64) * j_use, mask=m, other=0) != 0)
+
+
+@triton.jit
 def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.constexpr, FIXED: tl.constexpr,
            MASKED: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """S of a block, -inf at unused pairs and outside; 0 under the flat prior; and the dot product."""
+    """S of a block, -inf at unused pairs and outside; the dot product; z; and which are used.
+
+    Under the flat prior the first three are 0 at used pairs.
+    """
     b_dot = tl.zeros(m.shape, T)
+    z = tl.zeros(m.shape, T)
     S = tl.zeros(m.shape, T)
     if not FIRST:
         b_dot = tl.load(dot + o_dot + o_j, mask=m, other=0.0).to(T)
@@ -29,8 +39,8 @@ def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.const
         z += tl.load(B_S + o_S + o_j, mask=m, other=0.0).to(T)
         S = log_f(z)
     if MASKED:
-        m = m & (tl.load(use + o_use + o_j * j_use, mask=m, other=0) != 0)
-    return tl.where(m, S, -float("inf")), b_dot, m
+        m = used(use, o_use, j_use, o_j, m)
+    return tl.where(m, S, -float("inf")), b_dot, z, m
 
 
 @triton.jit
@@ -42,7 +52,7 @@ def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, TILES: 
     for tile in range(TILES):
         o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
         m = m_i & (o_j < n_out)
-        S, _, _ = scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST, FIXED, MASKED, T)
+        S, _, _, _ = scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST, FIXED, MASKED, T)
         new = tl.maximum(top, tl.max(S, 1)[:, None])
         safe = tl.where(new == -float("inf"), 0.0, new)
         total = total * tl.exp(top - safe) + tl.sum(tl.exp(S - safe), 1)[:, None]
@@ -119,9 +129,9 @@ def coefficients_kernel(
         if FLAT:
             u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
             if MASKED:
-                u = tl.where(tl.load(use + o_use + o_j * use_j, mask=m, other=0) != 0, u, 0.0)
+                u = tl.where(used(use, o_use, use_j, o_j, m), u, 0.0)
         else:
-            S, _, m_used = scores(
+            S, _, _, m_used = scores(
                 dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
@@ -152,11 +162,11 @@ def coefficients_backward_kernel(
     grad_B_S,  # [b, i, j] where FIXED
     grad_dot,  # [b, i, j] where FIXED: the gradient of dot once more, for a sum over i
     fresh,  # whether these gradients are stored instead of added to
-    prior,
     n_inp,
     n_out,
     pairs_b, pairs_i, results_b, results_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, grad_s_b, grad_f_b, grad_c_b,
     grad_c_i, n_a,
+    PRIOR: tl.constexpr,  # an argument would be rounded to float32
     ADDS_UP: tl.constexpr,  # whether a flat c has the gradients of c_sum and c_ign
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
@@ -192,43 +202,41 @@ def coefficients_backward_kernel(
         if FLAT:
             u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
             if MASKED:
-                used = tl.load(use + o_use + o_j * use_j, mask=m, other=0) != 0
-                u, grad_phi = tl.where(used, u, 0.0), tl.where(used, grad_phi, 0.0)
+                m_used = used(use, o_use, use_j, o_j, m)
+                u, grad_phi = tl.where(m_used, u, 0.0), tl.where(m_used, grad_phi, 0.0)
             tl.store(results + o_results + o_j, u * b_f, mask=m)
             if ADDS_UP:
-                add_to(grad_sum + o_grad_c + o_j, prior * grad_phi * b_f, m, fresh, T)
+                add_to(grad_sum + o_grad_c + o_j, PRIOR * grad_phi * b_f, m, fresh, T)
                 add_to(grad_ign + o_grad_c + o_j, -grad_phi * b_f, m, fresh, T)
             else:
                 tl.store(grad_sum + o_grad_c + o_j, grad_phi * b_f, mask=m)
         else:
-            S, _, m_used = scores(
+            S, _, _, m_used = scores(
                 pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
             R = tl.exp(S - top) * scale
             grad_phi = tl.where(m_used, grad_phi, 0.0)
             u = tl.where(m_used, b_sum * R - b_ign, 0.0)
-            sum_R += tl.sum(R * b_sum * grad_phi * b_f, 1)[:, None]
+            sum_R += tl.sum(R * (b_sum * (grad_phi * b_f)), 1)[:, None]
         sum_f += tl.sum(tl.where(m, u * grad_phi, 0.0), 1)[:, None]
     if not FLAT:
         for tile in range(TILES):
             o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
             m = m_i & (o_j < n_out)
-            S, b_dot, m_used = scores(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED,
+            S, b_dot, z, m_used = scores(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED,
                                       T)  # fmt: skip
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
             R = tl.exp(S - top) * scale
             grad_phi = tl.load(pairs + o_pairs + o_j, mask=m, other=0.0).to(T)
             grad_phi += tl.load(grad_s + b * grad_s_b + o_j, mask=o_j < n_out, other=0.0).to(T)
             grad_phi = tl.where(m_used, grad_phi * b_f, 0.0)
-            if FIXED:
-                add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
-                add_to(grad_ign + o_grad_c + o_j, (R - 1.0) * grad_phi, m, fresh, T)
-            else:
-                add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
-                add_to(grad_ign + o_grad_c + o_j, -grad_phi, m, fresh, T)
+            add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
+            add_to(grad_ign + o_grad_c + o_j, ((R - 1.0) if FIXED else -1.0) * grad_phi, m, fresh, T)
             if not FIRST:
-                grad_z = R * (b_sum * grad_phi - sum_R) * (1.0 - tl.exp(S))
+                # The products as above, so that nothing is left where one output has all of R. Then 1 - f(z),
+                # which is f(-z): none of its digits are lost where f(z) is almost 1.
+                grad_z = (R * (b_sum * grad_phi) - R * sum_R) * tl.exp(S - z)
                 if FIXED:
                     add_to(grad_W_S + o_grad_c + o_j, grad_z * b_dot, m, fresh, T)
                     add_to(grad_B_S + o_grad_c + o_j, grad_z, m, fresh, T)
@@ -261,7 +269,7 @@ def activations_kernel(
     m_i = o_i < n_inp
     total = tl.zeros([BLOCK_I, BLOCK_D], T)
     for start in range(0, d_inp, BLOCK_D):
-        o_d = start + tl.arange(0, BLOCK_D)[None, :]
+        o_d = start + tl.arange(0, BLOCK_D)[None, :].to(tl.int64)
         m = m_i & (o_d < d_inp)
         b_x = tl.load(x + b * x_b + o_i * x_i + o_d * x_d, mask=m, other=0.0).to(T)
         total += b_x * tl.load(W_A + o_i * W_i + o_d, mask=m, other=0.0).to(T)
@@ -277,7 +285,7 @@ def activations_backward_kernel(
 ):  # fmt: skip
     """grad_x_id += scaled_i W_A_id and grad_W_A_id = sum over the batch of scaled_i x_id."""
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
-    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    o_d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     m_i = o_i < n_inp
     m = m_i & (o_d < d_inp)
     b_W = tl.load(W_A + o_i * W_i + o_d, mask=m, other=0.0).to(T)

@@ -35,7 +35,7 @@ def rows_kernel(
     n_columns, n_inner = n_columns * VEC, n_inner * VEC  # so that the compiler knows what divides them
     n_blocks = tl.cdiv(n_columns, BLOCK_N)  # neighbours share rows of a, which then come from the cache
     o_i = (tl.program_id(0) // n_blocks).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
-    o_n = tl.program_id(0) % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_n = (tl.program_id(0) % n_blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
     sample = tl.program_id(1).to(tl.int64)
     m_i, m_n = o_i < n_rows, o_n < n_columns
