@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import passes
-from vecroute.ops.problem import Grads, Problem
+from vecroute.ops.problem import Problem
 
 
 def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
@@ -46,13 +46,9 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
 
 def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x: bool):
     """Gradients of x_inp (None if not needed) and of the parameters, from grad_x_out [b, j, h]."""
-    # Gradients with an i live once, and are written before they are added to.
     n_iters = y.shape[0]
-    with_i = set() if p.variable else {"W_A", "B_A", "beta_use", "beta_ign"}
-    if not p.variable and n_iters > 1:
-        with_i |= {"W_S", "B_S"}
-    grads = Grads({name: torch.empty_like(getattr(p.w, name), dtype=p.dtype) for name in with_i})
-    into = passes.InputGradient(p, n_iters, need_grad_x, None if p.variable else grads["W_A"])
+    grads = passes.new_grads(p, n_iters)
+    into = passes.InputGradient(p, n_iters, need_grad_x, grads.get("W_A"))
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         x_hat = p.scaled(g[t - 1]) if t > 0 else None  # [b, j, d]

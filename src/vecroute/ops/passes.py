@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, chunks, inputs
 from vecroute.ops.columns import Columns
-from vecroute.ops.problem import Problem
+from vecroute.ops.problem import Grads, Problem
 from vecroute.ops.products import accumulate, accumulate_over_inputs, add_sum
 
 
@@ -27,6 +27,18 @@ def new_kept(p: Problem, n_iters: int) -> Tensor:
     size = 2 * b * i * p.n_out * p.dtype.itemsize
     keep = p.variable and n_iters > 1 and size <= p.tuning.keep_bytes
     return p.x_inp.new_empty(b if keep else 0, i, 2 * p.n_out, dtype=p.dtype)  # [b, i, 2 j]
+
+
+def new_grads(p: Problem, n_iters: int) -> Grads:
+    """Gradients of the parameters with an i, which live once: a backward writes them, then adds to them.
+
+    B_A is not among them: its gradient comes from that of a_inp, at last.
+    """
+    if p.variable:
+        return Grads()
+    names = ("W_A", "beta_use", "beta_ign") + (("W_S", "B_S") if n_iters > 1 else ())
+    new = torch.empty_like if len(p.x_inp) else torch.zeros_like  # of no sample there is none to write them
+    return Grads({name: new(getattr(p.w, name), dtype=p.dtype) for name in names})
 
 
 def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> None:

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from vecroute.ops import passes
 from vecroute.ops.common import Weights
 from vecroute.ops.library import n_columns, operator_arguments, problem, tf32_under_autocast
-from vecroute.ops.problem import Grads
 
 
 class StreamedSteps:
@@ -77,9 +76,8 @@ class StreamedSteps:
             need_weights: whether all of them are needed, or that of x_out alone.
         """
         p = self.p
-        with_i = () if p.variable else ("W_A", "B_A", "beta_use", "beta_ign", "W_S", "B_S")
-        grads = Grads({name: torch.empty_like(getattr(p.w, name), dtype=p.dtype) for name in with_i})
-        into = passes.InputGradient(p, 2, need_grad_x, None if p.variable else grads["W_A"])
+        grads = passes.new_grads(p, 2)
+        into = passes.InputGradient(p, 2, need_grad_x, grads.get("W_A"))
         grad_f = torch.zeros_like(self.f_a_inp)  # [b, i]
         shared = self.f_a_inp, self.kept
         with tf32_under_autocast(p):
