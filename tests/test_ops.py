@@ -8,6 +8,8 @@ from tolerance import assert_layer_as_good, outcome, twin
 
 import vecroute as vr
 from vecroute.ops import Tuning
+from vecroute.ops.chunks import chunks
+from vecroute.ops.library import operator_arguments, problem
 
 SIZES = [  # n_inp, n_out, d_inp, d_out
     (63, 5, 17, 9),
@@ -295,3 +297,56 @@ def test_without_a_graph_nothing_is_saved_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t), lambda t: t), torch.no_grad():
         layer(torch.randn(2, 9, 4, requires_grad=True))
     assert saved == []
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_samples_have_no_gradient(implementation, nan_filled_memory):
+    layer = make(5, 3, 8, 4, fixed=True, implementation=implementation)
+    for name, value in outcome(layer, torch.randn(0, 5, 8)).items():
+        assert not value.any(), name  # NaN, which is where nobody wrote, is not zero
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_parameters_with_any_strides(implementation, fixed, nan_filled_memory):
+    layer = make(12, 3, 20, 4, fixed=fixed, implementation=implementation)
+    expected = outcome(twin(layer, torch.float32), x_inp := torch.randn(2, 12, 20))
+    for parameter in layer.parameters():
+        parameter.data = torch.stack((parameter.data, parameter.data), -1)[..., 0]
+    for name, value in outcome(layer, x_inp).items():
+        torch.testing.assert_close(value, expected[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_one_output_has_no_gradient_of_its_scores(implementation, fixed):
+    """Not even one from rounding: d_out of 1 is not normalised, and would make it large."""
+    layer = make(7, 1, 3, 1, fixed=fixed, implementation=implementation, n_iters=3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter *= 30
+    values = outcome(layer, torch.randn(2, 7, 3))
+    for name in ("W_G1", "W_G2", "B_G2", "W_S", "B_S"):
+        assert not values[f"grad {name}"].any(), name
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("shift", [20, -200])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_of_extreme_scores(implementation, shift, fixed):
+    """f(z) is 1 or 0 in float32 there, 1 - f(z) and R are not."""
+    layer = make(13, 4, 17, 6, fixed=fixed, implementation=implementation)
+    with torch.no_grad():
+        layer.B_S += shift
+    assert_layer_as_good(layer, torch.randn(2, 13, 17))
+
+
+def test_chunks_fit_a_grid():
+    """CUDA launches at most 65,535 blocks in a dimension that is not the first; samples are one."""
+    layer = make(1, 2, 1, 1, fixed=True)
+    arguments = operator_arguments(
+        torch.randn(140_000, 1, 1), layer.weights(), None, None, 0.5, implementation="chunked",
+        tuning=Tuning(rows=100_000),
+    )  # fmt: skip
+    samples = [chunk.samples for chunk in chunks(problem(*arguments))]
+    assert samples == [slice(0, 65_535), slice(65_535, 131_070), slice(131_070, 140_000)]

@@ -177,7 +177,7 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
     if into.grad_x is not None:
         grad_x = into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]
         accumulate(p, grad_x, pairs, M, into.fresh)
-        grad_x.addcmul_(grad_a.to(grad_x.dtype), p.w.W_A[chunk.rows].to(grad_x.dtype))  # [b, i, d]
+        grad_x.addcmul_(grad_a, p.w.W_A[chunk.rows])  # [b, i, d]
     fresh = chunk.samples.start == 0  # no other iteration comes here
     grad_W_A = grads["W_A"][chunk.rows]  # [i, d]
     if fresh and len(x) == 1:

@@ -9,6 +9,8 @@ from torch import Tensor
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import operand_dtype
 
+MOST_SAMPLES = 2**16 - 1  # CUDA has no more blocks in any dimension of a grid but the first
+
 
 class Chunk(NamedTuple):
     """Some rows of some samples: ``samples`` indexes what is per sample, ``batch`` and ``rows`` x_inp."""
@@ -27,7 +29,7 @@ def chunks(p: Problem) -> Iterator[Chunk]:
             for rows in parts(p.offsets[b], p.offsets[b + 1], size):
                 yield Chunk(slice(b, b + 1), slice(0, 1), rows)
         return
-    together = max(1, size // max(1, n_rows))
+    together = max(1, min(size // max(1, n_rows), MOST_SAMPLES))
     for b in range(0, n_samples, together):
         samples = slice(b, min(b + together, n_samples))
         for rows in parts(0, n_rows, size):

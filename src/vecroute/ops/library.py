@@ -193,7 +193,7 @@ def operator_arguments(
         n_inp = all_reduce(group, n_inp.long().clone())  # [b, 1]
     sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()  # [b, 1]
     x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
-    tensors = [w for w in weights if w is not None]
+    tensors = [w.contiguous() for w in weights if w is not None]  # kernels count on it
     return x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning), implementation, group
 
 
