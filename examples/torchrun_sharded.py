@@ -9,6 +9,7 @@ number of processes: it goes on from where it was.
 
 import argparse
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,5 +87,7 @@ if __name__ == "__main__":
     dist.init_process_group()  # gloo on CPUs, NCCL on GPUs
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     train(init_device_mesh(kind, (dist.get_world_size(),)), options.folder, options.n_inp, options.steps)
-    dist.barrier()  # a process that leaves while others still talk can abort at its end
+    dist.barrier()
     dist.destroy_process_group()
+    # A thread of gloo that lets go of its last tensors when Python is gone already would abort the process.
+    time.sleep(0.5)
