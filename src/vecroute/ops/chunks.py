@@ -48,7 +48,7 @@ def rows_of_a_chunk(p: Problem) -> int:
     """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
-    # What a row has in buffers of a forward pass; together they stay small beside x_inp and the parameters.
+    # What a row has in buffers of a forward pass; all rows have that share of x_inp, or as much as is small.
     row, share = (4 * p.n_out, 30) if p.variable else (2 * p.n_out, 22)
     least = 2**27 if p.n_out < 512 else 2**28
     room = max(least, p.x_inp.numel() * p.x_inp.element_size() // share)

@@ -26,6 +26,12 @@ class Columns:
     """
 
     def __init__(self, p: Problem, x_hat, kept: Tensor, grad_y=None, adds_up: bool = False):
+        """Set what passes look at.
+
+        Rows of M, None where there are none: ``own``, which each sample has for itself; ``computed``, which
+        all samples share; ``shared``, the same for the results. How many columns: ``n_computed``, and ``n``
+        for the results; ``n_c`` are those of c. Where: ``a`` is the column of a_inp.
+        """
         self.p, self.first, forward = p, x_hat is None, grad_y is None
         self.flat = self.first and (p.use is None or p.use.shape[-1] == 1)
         self.kept: Any = kept if len(kept) else None
@@ -63,13 +69,12 @@ class Columns:
         zeros = W.new_zeros(-(n_own + len(W) + 1) % 8, W.shape[1])  # [0 to 7, d]
         return torch.cat((W, self.p.w.W_A.to(W.dtype), zeros))  # [q - k, d]
 
-    def matrix(self, samples: slice, shared: Any = None) -> Any:
+    def matrix(self, samples: slice, shared: Any) -> Any:
         """M of some samples, [b, q, d], or [1, q, d] if it is the same for all; None if there is nothing.
 
         Args:
-            shared: the rows that all samples have, by default those of the results.
+            shared: ``computed``, or ``shared`` for the matrix of the results.
         """
-        shared = self.shared if shared is None else shared
         if self.own is None:
             return None if shared is None else shared[None]
         own = self.own[samples]  # [b, k, d]
@@ -79,7 +84,7 @@ class Columns:
         """Fill pairs [b, i, q] with x M^T and the bias, and give c [b, i, 2 j or j] (None if fixed)."""
         p, n, at = self.p, self.n_computed, (chunk.batch, chunk.rows)
         if n:
-            multiply(p, x, M[:, :n], self.bias, out=pairs[..., :n])
+            multiply(p, x, M, self.bias, out=pairs[..., :n])
         if not p.variable:
             return None
         if self.computed is None:
@@ -90,10 +95,25 @@ class Columns:
             self.kept[at] = c
         return c
 
-    def finish(self, grad_rows: Tensor, grad_B: Tensor, grads) -> None:
-        """Hand over the gradients of the shared rows: [q - k, d], and summed over inputs, [b, q - k]."""
-        if self.shared is None:
-            return
+    def finish(self, grad_M: Tensor, sums: Tensor, x_hat, grads) -> Tensor:
+        """Hand over the gradients of the parameters in M, and return grad_x_hat [b, j, d], if there is one.
+
+        Args:
+            grad_M: [b or 1, q - j, d] of all its rows but grad_y.
+            sums: [b, q - j] sums of the results over the inputs.
+        """
+        p, n = self.p, 0 if self.first else self.p.n_out
+        if self.shared is not None:
+            self._finish_shared(grad_M[:, n:].sum(0), sums[:, n:], grads)
+        grad_x_hat = grad_M[:, :n]  # [b, j, d]
+        if self.first or not p.variable:
+            return grad_x_hat
+        grads.add("W_S", (grad_x_hat * x_hat).sum((0, 2))[None])  # [1, j]
+        grads.add("B_S", sums[:, :n].sum(0, keepdim=True))  # [1, j]
+        return grad_x_hat * p.w.W_S.mT  # [b, j, d]
+
+    def _finish_shared(self, grad_rows: Tensor, grad_B: Tensor, grads) -> None:
+        """The same for the shared rows, [q - k, d], and their sums, [b, q - k]."""
         flat = self.flat and not self.adds_up
         k = self.p.n_out if flat else 2 * self.p.n_out
         for name, grad in (("W", grad_rows[:k].mT), ("B", grad_B[:, :k].sum(0))):

@@ -22,7 +22,7 @@ from vecroute.ops.products import accumulate, accumulate_over_inputs, add_sum
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
-    """Room for c_sum and c_ign of every pair, [b, i, 2 j]; empty where they cost no product or no room."""
+    """Memory for c_sum and c_ign of every pair, [b, i, 2 j]; none if they cost no product or do not fit."""
     b, i = p.x_inp.shape[:2]
     size = 2 * b * i * p.n_out * p.dtype.itemsize
     keep = p.variable and n_iters > 1 and size <= p.tuning.keep_bytes
@@ -93,7 +93,7 @@ class InputGradient:
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
 
-    def results(self, chunk: Chunk, pairs: Tensor, columns: "Columns", room: Room):
+    def results(self, chunk: Chunk, pairs: Tensor, columns: Columns, room: Room):
         """Where the results of a pass go, [b, i, q]; the same with those that wait; and the gradient of c."""
         (b, i, _), n_out = pairs.shape, columns.p.n_out
         if not self.waits:
@@ -110,9 +110,11 @@ class InputGradient:
         results = rows[..., self.n_waiting : self.n_waiting + columns.n]  # [b, i, q]
         return results, rows[..., : self.n_waiting + columns.n], results[..., n_out : columns.a]
 
-    def matrix(self, samples: slice, M: Tensor) -> Tensor:
-        """M of those that wait, and then M [b, q, d] itself, [b, w + q, d]."""
-        return torch.cat([columns.matrix(samples) for columns in self.columns] + [M], 1)
+    def matrix(self, samples: slice, columns: Columns) -> Tensor:
+        """M of the results of a pass, in the first iteration after M of those that wait, [b, w + q, d]."""
+        all_columns = [*self.columns, columns] if columns.first else [columns]
+        matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [b, q, d] each
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
 
 
 def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh) -> Tensor:
@@ -123,9 +125,9 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
     product with x_inp sums these over i, which is the gradient of M, one with M itself is grad_x.
     The pass of the first iteration leaves the gradient of W_A x_inp in grad_f.
     """
-    first, n_out = x_hat is None, p.n_out
-    columns, room = Columns(p, x_hat, kept, grad_y, into.waits), Room()
-    n_summed = columns.n - n_out
+    first, room = x_hat is None, Room()
+    columns = Columns(p, x_hat, kept, grad_y, into.waits)
+    n_summed = columns.n - p.n_out
     # In the first iteration these rows of M are the same for all samples.
     grad_M = grad_y.new_zeros(1 if first else len(grad_y), n_summed, grad_y.shape[-1])  # [b or 1, q - j, d]
     sums = grad_M.new_zeros(len(grad_y), n_summed)  # [b, q - j]
@@ -134,8 +136,8 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
         at = chunk.batch, chunk.rows
         if samples != chunk.samples:
             samples = chunk.samples
-            computed, M = columns.matrix(samples, columns.computed), columns.matrix(samples)  # [b, q, d] each
-            all_M = into.matrix(samples, M) if first else M  # [b, w + q, d]
+            computed = columns.matrix(samples, columns.computed)  # [b, q, d]
+            all_M = into.matrix(samples, columns)  # [b, w + q, d]
         x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
         pairs = room.take("pairs", f, *f.shape, max(columns.n, columns.n_computed))  # [b, i, q]
         c = columns.multiply(pairs, x, computed, chunk)  # [b, i, 2 j or j]
@@ -159,11 +161,4 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
         into.columns.append(columns)
     else:
         into.fresh = False
-    n_own = 0 if first else n_out
-    columns.finish(grad_M[:, n_own:].sum(0), sums[:, n_own:], grads)
-    grad_x_hat_S = grad_M[:, :n_own]  # [b, j, d]
-    if first or not p.variable:
-        return grad_x_hat_S
-    grads.add("W_S", (grad_x_hat_S * x_hat).sum((0, 2))[None])  # [1, j]
-    grads.add("B_S", sums[:, :n_out].sum(0, keepdim=True))  # [1, j]
-    return grad_x_hat_S * p.w.W_S.mT  # [b, j, d]
+    return columns.finish(grad_M, sums, x_hat, grads)  # [b, j, d]
