@@ -350,3 +350,12 @@ def test_chunks_fit_a_grid():
     )  # fmt: skip
     samples = [chunk.samples for chunk in chunks(problem(*arguments))]
     assert samples == [slice(0, 65_535), slice(65_535, 131_070), slice(131_070, 140_000)]
+
+
+@pytest.mark.parametrize(("n_out", "rows"), [(50, 0), (3, 1)], ids=["whole rows", "one row"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pairs_that_fill_the_memory_they_wait_in(implementation, n_out, rows, nan_filled_memory):
+    """Of one sample that is the gradient of W_A, which programs for other features write meanwhile."""
+    layer = make(5, n_out, 150, 3, fixed=True, implementation=implementation)
+    layer.tuning = Tuning(rows=rows)
+    assert_layer_as_good(layer, torch.randn(5, 150))

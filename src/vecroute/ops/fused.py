@@ -130,13 +130,14 @@ def coefficients_backward(
     strides |= {"results_b": results.stride(0), "results_i": results.stride(1)}
     arguments = pair_arguments(p, chunk, c, f, first, strides)
     blocks = blocks_of_pairs(n_out, 2048 if first else 1024, num_warps=8)
+    prior = p.prior if columns.adds_up and columns.flat else 0.0  # compiled for each that is needed
     to_sum = results[..., n_out:]  # [b, i, q - j]
     if c is None and not first:
         to_sum = to_be_summed(p, "grad_dot", f, room)  # [b, i, j]
     coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b](
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
-        fresh=int(fresh or (c is None and b > 1)), PRIOR=p.prior, ADDS_UP=columns.adds_up,
+        fresh=int(fresh or (c is None and b > 1)), PRIOR=prior, ADDS_UP=columns.adds_up,
         grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0),
         grad_dot=to_sum, n_a=results.shape[-1] - columns.a, **arguments, **blocks,
     )  # fmt: skip
@@ -163,10 +164,9 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
     out = x if into.grad_x is None else into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]
     if into.grad_x is not None:
         if b == 1 and fresh and has_kernel(p, x, W_A, out):
-            # A copy of the pairs: they may wait in the rows of grad_W_A, which this writes.
-            rows_times(
-                pairs.contiguous(), M.mT.contiguous(), out, into.fresh, (x[0], W_A, grad_W_A, grad_a[0])
-            )
+            # A copy of pairs that wait in the rows of grad_W_A: other programs write these.
+            pairs = pairs.clone() if into.aside else pairs  # [1, i, q]
+            rows_times(pairs, M.mT.contiguous(), out, into.fresh, (x[0], W_A, grad_W_A, grad_a[0]))
             return
         accumulate(p, out, pairs, M, into.fresh)
     block = {"BLOCK_I": 4, "BLOCK_D": min(triton.next_power_of_2(d), 512), "T": triton_dtype(p)}

@@ -84,12 +84,13 @@ class InputGradient:
 
     def __init__(self, p: Problem, n_iters: int, needed: bool, grad_W_A: Tensor | None = None):
         self.grad_x: Any = torch.empty_like(p.x_inp) if needed else None  # [b, i, d]
-        self.aside = grad_W_A is not None and len(p.x_inp) == 1
-        place: Any = grad_W_A[None] if grad_W_A is not None and self.aside else self.grad_x  # [b, i, d]
+        aside = grad_W_A is not None and len(p.x_inp) == 1
+        place: Any = grad_W_A[None] if grad_W_A is not None and aside else self.grad_x  # [b, i, d]
         self.n_waiting = (n_iters - 1) * 2 * p.n_out
         self.n_kept = self.n_waiting + (3 if p.variable else 1) * p.n_out
         fits = needed and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
         self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
+        self.aside = aside and self.waits  # not in grad_x
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
 
