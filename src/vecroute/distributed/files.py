@@ -114,7 +114,7 @@ def fill(path: Path, begin: int, size: int, buffer: Tensor, flag: int = 0) -> Te
             file.seek(begin - skip + done)
             n = file.readinto(memory[done:])
             if flag and done + n < wanted:
-                n -= n % BLOCK
+                n -= n % BLOCK  # of a read that came short: the next one, too, has to begin at a block
             if n == 0:
                 length = os.fstat(file.fileno()).st_size
                 raise ValueError(f"{path} has become shorter while it was read: it ends at byte {length}")
