@@ -1,0 +1,52 @@
+"""The Triton kernels compile for a GPU. Other tests interpret them, which takes what a compiler would not."""
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vecroute.ops import fused_pairs, fused_product
+
+POINTERS = {"x", "f", "a", "b", "out", "phi", "pairs", "results", "dot", "use", "c_sum", "c_ign", "sqrt_n_inp", "scaled"}
+POINTERS |= {"W_A", "B_A", "W_S", "B_S", "grad_x"}
+
+
+def is_pointer(name):
+    return name in POINTERS or name.startswith("grad_") and not name.endswith(("_b", "_i", "_x_d"))
+
+
+def compile(kernel, num_warps, **constants):
+    names = kernel.arg_names
+    kinds = ["constexpr" if n in constants else "*fp32" if is_pointer(n) else "i32" for n in names]
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=dict(zip(names, kinds)), constexprs=values)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    assert kernel.__name__ in compiled.asm["ptx"]
+    print(kernel.__name__)
+
+
+blocks = {"BLOCK_I": 8, "BLOCK_J": 128, "TILES": 2, "VEC": 4, "T": tl.float32}
+fixed = {"FIRST": False, "FIXED": True, "FLAT": False, "MASKED": True, "TRANSPOSED": True, **blocks}
+variable = {"FIRST": True, "FIXED": False, "FLAT": True, "MASKED": False, "TRANSPOSED": False, **blocks}
+compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=False, **fixed)
+compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=True, **variable)
+compile(fused_pairs.coefficients_backward_kernel, 8, PRIOR=0.01, ADDS_UP=False, **fixed)
+compile(fused_pairs.coefficients_backward_kernel, 8, PRIOR=0.01, ADDS_UP=True, **variable)
+compile(fused_pairs.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
+compile(fused_pairs.activations_backward_kernel, 4, GRAD_X=True, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
+sizes = {"BLOCK_I": 64, "BLOCK_N": 64, "BLOCK_K": 32}
+compile(fused_product.rows_kernel, 4, ADD=False, ACTIVATIONS=True, VEC=4, **sizes)
+"""
+
+
+def test_every_kernel_compiles():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.split()) == 7
