@@ -12,7 +12,8 @@ from triton.compiler import ASTSource
 
 from vecroute.ops import fused_pairs, fused_product
 
-POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x".split()
+POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
+POINTERS = POINTERS.split()
 
 
 def is_pointer(name):
