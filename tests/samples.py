@@ -23,6 +23,14 @@ class MatrixOfVectors(nn.Module):
         return (mu_out + sig2_out)[..., 0, :] + a_out[..., None]  # [..., j, h]
 
 
+def with_noise(module: nn.Module) -> nn.Module:
+    """The same module, no parameter left at zero."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    return module
+
+
 def make(kind: str, n_inp: int | None = None) -> nn.Module:
     """A layer of the named kind, float32, with no parameter left at zero."""
     if kind in ("auto", "reference"):
@@ -42,10 +50,7 @@ def make(kind: str, n_inp: int | None = None) -> nn.Module:
             d_inp=D_INP,
             compete_over="inputs" if kind == "general over inputs" else "outputs",
         )
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter) / 10)
-    return layer
+    return with_noise(layer)
 
 
 def inputs(

@@ -365,8 +365,9 @@ class TestPlots:
     @pytest.mark.parametrize("kind", ["map", "bars"])
     def test_text_is_no_mathematics(self, kind):
         explanation = explain(r"$\frac $x_1$ \alpha 100$", names=(r"$\bad$",))
-        fig, _ = explanation.plot(kind)
-        fig.canvas.draw()
+        fig, ax = explanation.plot(kind)
+        fig.canvas.draw()  # raises where $\frac is read as a formula
+        assert any("$" in text.get_text() for text in ax.findobj(plt.Text))
 
     @pytest.mark.parametrize("kind", ["map", "bars"])
     @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from samples import with_noise
 from torch import Tensor, nn
 
 import vecroute as vr
@@ -57,9 +58,7 @@ def test_algorithm_1_is_algorithm_2(batch, n_inp, n_iters, masked):
     vector = vr.VectorRouting(
         n_inp=n_inp, **SIZES, d_out=D_OUT, n_iters=n_iters, normalize=False, dtype=torch.float64
     )
-    with torch.no_grad():
-        for parameter in vector.parameters():
-            parameter.add_(torch.randn_like(parameter) / 10)
+    with_noise(vector)
     layer = like(vector)
     masks = {}
     if masked:

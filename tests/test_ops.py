@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from samples import with_noise
 from tolerance import assert_layer_as_good, outcome, twin
 
 import vecroute as vr
@@ -33,9 +34,7 @@ def device():
 def make(n_inp, n_out, d_inp, d_out, *, fixed, **options) -> vr.VectorRouting:
     """A layer with no parameter left at zero."""
     layer = vr.VectorRouting(n_inp=n_inp if fixed else None, n_out=n_out, d_inp=d_inp, d_out=d_out, **options)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter) / 10)
+    with_noise(layer)
     return layer
 
 

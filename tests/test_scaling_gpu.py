@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks, mesh_of
+from samples import with_noise
 from test_sharding import Case, assert_as_one_process, sharded_outcome
 from tolerance import assert_as_good, twin, upstream
 from torch import Tensor, nn
@@ -32,14 +33,6 @@ def memory_map(x_inp, tmp_path) -> np.memmap:
     whole = np.concatenate([np.ones((3, D_INP), np.float16), x_inp.numpy()])
     np.save(tmp_path / "x.npy", whole)
     return np.load(tmp_path / "x.npy", mmap_mode="r")[3:]
-
-
-def with_noise(network: nn.Module) -> nn.Module:
-    """No parameter left at zero."""
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter) / 10)
-    return network
 
 
 def outcome(network: nn.Module, x_out: Tensor) -> dict[str, Tensor]:

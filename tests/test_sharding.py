@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import mesh_of
+from samples import with_noise
 from torch import Tensor, nn
 
 import vecroute as vr
@@ -33,14 +34,6 @@ class Case(NamedTuple):
     @property
     def n_inp(self) -> int:
         return sum(self.sizes)
-
-
-def with_noise(module: nn.Module) -> nn.Module:
-    """No parameter left at zero."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) / 10)
-    return module
 
 
 def make(case: Case) -> tuple[vr.VectorRouting, Tensor, dict[str, Tensor]]:

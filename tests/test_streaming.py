@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from samples import with_noise
 from torch import Tensor, nn
 
 import vecroute as vr
@@ -80,11 +81,7 @@ NETWORKS = {
 
 def make(name: str) -> nn.Module:
     torch.manual_seed(2)
-    network = NETWORKS[name]().double()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter) / 10)
-    return network
+    return with_noise(NETWORKS[name]().double())
 
 
 def outcome(network: nn.Module, x_out: Tensor) -> dict[str, Tensor]:
