@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, use_of
-from vecroute.ops.columns import Columns, split_betas
+from vecroute.ops.columns import split_betas
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import accumulate, add, over_samples
 
@@ -38,19 +38,7 @@ def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> 
 
 
 def coefficients_backward(
-    p: Problem,
-    chunk: Chunk,
-    c,
-    pairs,
-    results,
-    grad_c,
-    columns: Columns,
-    f,
-    grad_s,
-    grad_f,
-    grads,
-    fresh,
-    room,
+    p: Problem, chunk: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, room
 ) -> Tensor:
     """Turn pairs [b, i, q] into phi and the gradients of its other columns.
 
@@ -61,7 +49,7 @@ def coefficients_backward(
         c: as above.
         results: where they go, [b, i, q]; may be pairs itself.
         grad_c: [b, i, 2 j or j], where the gradient of c goes; added to where it adds up.
-        columns: which is which.
+        columns: the ``Columns`` of the pass, which say which is which.
         grad_s: [b, j].
 
     Returns:

@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, use_of
-from vecroute.ops.columns import Columns
 from vecroute.ops.fused_pairs import (
     activations_backward_kernel,
     activations_kernel,
@@ -98,19 +97,7 @@ def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> 
 
 
 def coefficients_backward(
-    p: Problem,
-    chunk: Chunk,
-    c,
-    pairs,
-    results,
-    grad_c,
-    columns: Columns,
-    f,
-    grad_s,
-    grad_f,
-    grads,
-    fresh,
-    room,
+    p: Problem, chunk: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, room
 ) -> Tensor:
     """As ``chunked.coefficients_backward``."""
     n_out, (b, i), first = p.n_out, f.shape, columns.first
