@@ -10,19 +10,25 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vecroute.ops import fused_pairs, fused_product
+from vecroute.ops import fused_halves, fused_pairs, fused_product
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
-POINTERS = POINTERS.split()
+POINTERS = [*POINTERS.split(), "top", "tops", "weights"]
 
 
 def is_pointer(name):
     return name in POINTERS or name.startswith("grad_") and not name.endswith(("_b", "_i", "_x_d"))
 
 
-def compile(kernel, num_warps, **constants):
+def kind(name, constants, descriptors):
+    if name in descriptors:
+        return descriptors[name]
+    return "constexpr" if name in constants else "*fp32" if is_pointer(name) else "i32"
+
+
+def compile(kernel, num_warps, descriptors={}, **constants):
     names = kernel.arg_names
-    kinds = ["constexpr" if n in constants else "*fp32" if is_pointer(n) else "i32" for n in names]
+    kinds = [kind(name, constants, descriptors) for name in names]
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=dict(zip(names, kinds)), constexprs=values)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
@@ -35,12 +41,16 @@ fixed = {"FIRST": False, "FIXED": True, "FLAT": False, "MASKED": True, "TRANSPOS
 variable = {"FIRST": True, "FIXED": False, "FLAT": True, "MASKED": False, "TRANSPOSED": False, **blocks}
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=False, **fixed)
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=True, **variable)
-compile(fused_pairs.coefficients_backward_kernel, 8, PRIOR=0.01, ADDS_UP=False, **fixed)
-compile(fused_pairs.coefficients_backward_kernel, 8, PRIOR=0.01, ADDS_UP=True, **variable)
+one_tile = fixed | {"TILES": 1}
+compile(fused_pairs.coefficients_backward_kernel, 8, PRIOR=0.01, ADDS_UP=False, HALVED=True, **one_tile)
+compile(fused_pairs.coefficients_backward_kernel, 8, PRIOR=0.01, ADDS_UP=True, HALVED=False, **variable)
 compile(fused_pairs.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 compile(fused_pairs.activations_backward_kernel, 4, GRAD_X=True, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 sizes = {"BLOCK_I": 64, "BLOCK_N": 64, "BLOCK_K": 32}
 compile(fused_product.rows_kernel, 4, ADD=False, ACTIVATIONS=True, VEC=4, **sizes)
+halves = dict.fromkeys(("waiting", "phi"), "tensordesc<fp16[64, 32]>") | {"M": "tensordesc<fp16[64, 32]>"}
+halves |= dict.fromkeys(("x", "W_A", "grad_x", "grad_W_A"), "tensordesc<fp32[64, 64]>")
+compile(fused_halves.input_gradient_kernel, 4, halves, WAITING=2, **sizes)
 """
 
 
@@ -49,4 +59,4 @@ def test_every_kernel_compiles():
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 7
+    assert len(done.stdout.split()) == 8

@@ -38,7 +38,7 @@ def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> 
 
 
 def coefficients_backward(
-    p: Problem, chunk: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, room
+    p: Problem, chunk: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, into, room
 ) -> Tensor:
     """Turn pairs [b, i, q] into phi and the gradients of its other columns.
 
@@ -51,6 +51,7 @@ def coefficients_backward(
         grad_c: [b, i, 2 j or j], where the gradient of c goes; added to where it adds up.
         columns: the ``Columns`` of the pass, which say which is which.
         grad_s: [b, j].
+        into: the ``InputGradient``, which says whether results are halved.
 
     Returns:
         All of the results but phi, [b, i, q - j].

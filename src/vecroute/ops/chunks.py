@@ -20,9 +20,13 @@ class Chunk(NamedTuple):
     rows: slice
 
 
-def chunks(p: Problem) -> Iterator[Chunk]:
-    """Cut the inputs into chunks: whole samples, several at a time if they are short, or parts of one."""
-    size = p.tuning.rows or rows_of_a_chunk(p)
+def chunks(p: Problem, halved: bool = False) -> Iterator[Chunk]:
+    """Cut the inputs into chunks: whole samples, several at a time if they are short, or parts of one.
+
+    Args:
+        halved: for a backward pass with an ``InputGradient`` that is.
+    """
+    size = p.tuning.rows or rows_of_a_chunk(p, halved)
     n_samples, n_rows = p.sqrt_n_inp.shape[0], p.x_inp.shape[1]
     if p.offsets is not None:
         for b in range(n_samples):
@@ -44,12 +48,14 @@ def parts(start: int, end: int, size: int) -> Iterator[slice]:
         yield slice(first, min(first + step, end))
 
 
-def rows_of_a_chunk(p: Problem) -> int:
+def rows_of_a_chunk(p: Problem, halved: bool = False) -> int:
     """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
     # What a row has in buffers of a forward pass; all rows have that share of x_inp, or as much as is small.
     row, share = (4 * p.n_out, 30) if p.variable else (2 * p.n_out, 22)
+    if halved:  # then a backward pass has little more, where there is four times as much besides
+        row, share = 4 * p.n_out, 5
     least = 2**27 if p.n_out < 512 else 2**28
     room = max(least, p.x_inp.numel() * p.x_inp.element_size() // share)
     return max(1024, room // (row * p.dtype.itemsize))

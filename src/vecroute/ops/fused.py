@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, use_of
+from vecroute.ops.fused_halves import input_gradient
 from vecroute.ops.fused_pairs import (
     activations_backward_kernel,
     activations_kernel,
@@ -97,7 +98,7 @@ def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> 
 
 
 def coefficients_backward(
-    p: Problem, chunk: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, room
+    p: Problem, chunk: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, into, room
 ) -> Tensor:
     """As ``chunked.coefficients_backward``."""
     n_out, (b, i), first = p.n_out, f.shape, columns.first
@@ -118,6 +119,7 @@ def coefficients_backward(
     arguments = pair_arguments(p, chunk, c, f, first, strides)
     blocks = blocks_of_pairs(n_out, 2048 if first else 1024, num_warps=8)
     prior = p.prior if columns.adds_up and columns.flat else 0.0  # compiled for each that is needed
+    tops = into.top[len(into.columns) :, chunk.rows] if into.halved else f  # [2 or more, i]
     to_sum = results[..., n_out:]  # [b, i, q - j]
     if c is None and not first:
         to_sum = to_be_summed(p, "grad_dot", f, room)  # [b, i, j]
@@ -126,7 +128,8 @@ def coefficients_backward(
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
         fresh=int(fresh or (c is None and b > 1)), PRIOR=prior, ADDS_UP=columns.adds_up,
         grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0),
-        grad_dot=to_sum, n_a=results.shape[-1] - columns.a, **arguments, **blocks,
+        grad_dot=to_sum, n_a=results.shape[-1] - columns.a, weights=into.weights if into.halved else f,
+        tops=tops, tops_t=tops.stride(0), HALVED=into.halved, **arguments, **blocks,
     )  # fmt: skip
     if c is None and b > 1:
         for name, part in zip(names, of_pairs, strict=True):
@@ -146,6 +149,11 @@ def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:
 
 def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into, grads) -> None:
     """As ``chunked.inputs_backward``; of one sample all at once where the product is ours."""
+    if into.halved:
+        waiting, top = into.place[0, chunk.rows, : into.n_waiting], into.top[1:, chunk.rows]  # [i, w], [t, i]
+        tensors = p.w.W_A[chunk.rows], into.grad_x[0, chunk.rows], grads["W_A"][chunk.rows]  # [i, d] each
+        input_gradient(waiting, pairs[0], M[0], top, x[0], *tensors, grad_a[0])
+        return
     (b, i, d), fresh = x.shape, chunk.samples.start == 0
     W_A, grad_W_A = p.w.W_A[chunk.rows], grads["W_A"][chunk.rows]  # [i, d], [i, d]
     out = x if into.grad_x is None else into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]

@@ -161,17 +161,20 @@ def coefficients_backward_kernel(
     grad_W_S,  # [b, i, j] where FIXED
     grad_B_S,  # [b, i, j] where FIXED
     grad_dot,  # [b, i, j] where FIXED: the gradient of dot once more, for a sum over i
+    weights,  # [2 j or j] what HALVED results are multiplied with
+    tops,  # [2, i] the greatest of a row before, and now: by that they are divided
     fresh,  # whether these gradients are stored instead of added to
     n_inp,
     n_out,
     pairs_b, pairs_i, results_b, results_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, grad_s_b, grad_f_b, grad_c_b,
-    grad_c_i, n_a,
+    grad_c_i, n_a, tops_t,
     PRIOR: tl.constexpr,  # an argument would be rounded to float32
     ADDS_UP: tl.constexpr,  # whether a flat c has the gradients of c_sum and c_ign
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
     MASKED: tl.constexpr,
+    HALVED: tl.constexpr,  # results in float16, where FIXED and all outputs are one tile
     TRANSPOSED: tl.constexpr,  # of what is to be summed over i
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -243,9 +246,23 @@ def coefficients_backward_kernel(
                     grad_z *= tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(T)
                     p_dot = grad_dot + to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED)
                     tl.store(p_dot, grad_z, mask=m)
+            b_phi = tl.where(m_used, b_sum * R - b_ign, 0.0) * b_f
+            if HALVED:
+                b_phi *= tl.load(weights + o_j, mask=o_j < n_out, other=0.0)
+                b_top = tl.maximum(
+                    tl.load(tops + o_i, mask=m_i, other=0.0), tl.max(tl.abs(b_phi), 1)[:, None]
+                )
+                if not FIRST:
+                    grad_z *= tl.load(weights + n_out + o_j, mask=o_j < n_out, other=0.0)
+                    b_top = tl.maximum(b_top, tl.max(tl.abs(grad_z), 1)[:, None])
+                tl.store(tops + tops_t + o_i, b_top, mask=m_i)
+                b_top = tl.where(b_top == 0.0, 1.0, b_top)
+                b_phi = (b_phi / b_top).to(tl.float16)
+                if not FIRST:
+                    grad_z = (grad_z / b_top).to(tl.float16)
+            tl.store(results + o_results + o_j, b_phi, mask=m)
+            if not FIRST:
                 tl.store(results + o_results + n_out + o_j, grad_z, mask=m)
-            u = tl.where(m_used, b_sum * R - b_ign, 0.0)
-            tl.store(results + o_results + o_j, u * b_f, mask=m)
     # Last, so that with one tile nothing that was loaded need be loaded again.
     p_f = grad_f + b * grad_f_b + o_i
     total = tl.load(p_f, mask=m_i, other=0.0) + sum_f

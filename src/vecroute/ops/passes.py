@@ -18,7 +18,7 @@ from torch import Tensor
 from vecroute.ops.chunks import Chunk, Room, chunks, inputs
 from vecroute.ops.columns import Columns
 from vecroute.ops.problem import Grads, Problem
-from vecroute.ops.products import accumulate, accumulate_over_inputs, add_sum
+from vecroute.ops.products import accumulate, accumulate_over_inputs, add_sum, halved, has_halves
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
@@ -91,6 +91,13 @@ class InputGradient:
         fits = needed and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
         self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
         self.aside = aside and self.waits  # not in grad_x
+        # Whether pairs are float16, scaled: ``top`` has the greatest of a row so far, ``weights`` one
+        # for each column.
+        self.halved = self.aside and has_halves(p, self.n_waiting, self.grad_x, grad_W_A)
+        self.top = self.weights = None  # type: Any
+        if self.halved:
+            self.place = place.view(torch.float16)  # [1, i, 2 d]
+            self.top = place.new_zeros(n_iters + 1, place.shape[1])  # [1 + t, i], so far
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
 
@@ -105,6 +112,9 @@ class InputGradient:
             w = sum(other.n for other in self.columns)
             results = rows[..., w : w + columns.n]  # [b, i, 2 j]
             return results, results, rows[..., self.n_waiting + n_out : self.n_kept]
+        if self.halved:
+            results = room.take("halves", self.place, b, i, -(-n_out // 8) * 8)[..., :n_out]  # [1, i, j]
+            return results, results, None
         if not self.aside:
             kept, rows = rows, room.take("all", pairs, b, i, self.n_waiting + columns.n)  # [b, i, w + q]
             rows[..., : self.n_kept] = kept[..., : self.n_kept]
@@ -115,6 +125,9 @@ class InputGradient:
         """M of the results of a pass, in the first iteration after M of those that wait, [b, w + q, d]."""
         all_columns = [*self.columns, columns] if columns.first else [columns]
         matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [b, q, d] each
+        if self.halved:
+            M, self.weights = halved(matrices)  # [1, d, w + q], [q]
+            return M
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
 
 
@@ -133,7 +146,7 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
     grad_M = grad_y.new_zeros(1 if first else len(grad_y), n_summed, grad_y.shape[-1])  # [b or 1, q - j, d]
     sums = grad_M.new_zeros(len(grad_y), n_summed)  # [b, q - j]
     samples: Any = None
-    for chunk in chunks(p):
+    for chunk in chunks(p, into.halved):
         at = chunk.batch, chunk.rows
         if samples != chunk.samples:
             samples = chunk.samples
@@ -144,7 +157,20 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
         c = columns.multiply(pairs, x, computed, chunk)  # [b, i, 2 j or j]
         results, all_results, grad_c = into.results(chunk, pairs, columns, room)
         to_sum = p.pairs.coefficients_backward(
-            p, chunk, c, pairs, results, grad_c, columns, f, grad_s[samples], grad_f[at], grads, fresh, room
+            p,
+            chunk,
+            c,
+            pairs,
+            results,
+            grad_c,
+            columns,
+            f,
+            grad_s[samples],
+            grad_f[at],
+            grads,
+            fresh,
+            into,
+            room,
         )  # [b, i, q - j]
         if p.variable:
             add_sum(p, sums[samples], to_sum)

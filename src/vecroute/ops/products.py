@@ -1,9 +1,15 @@
 """Products of the large tensors of a pass, in the precision that was asked for."""
 
+from typing import Any
+
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from vecroute.ops.problem import Problem
+
+# Blocks of ``fused_halves``, found by trial on one H200, for 1,000,000 rows.
+HALVES = {"BLOCK_I": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 
 
 def operand_dtype(p: Problem) -> torch.dtype:
@@ -101,3 +107,36 @@ def multiply_rows(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> Tensor:
     from vecroute.ops.fused_product import rows_times
 
     return rows_times(a, b.mT.contiguous(), out, fresh)
+
+
+def has_halves(p: Problem, n_waiting: int, grad_x: Any, grad_W_A: Any) -> bool:
+    """Whether ``fused_halves`` makes the gradient of x_inp: one sample of a fixed length, in tf32.
+
+    Pairs that wait in a row of grad_W_A must fit its first block of columns, which is written last.
+    """
+    tf32 = p.implementation == "fused" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    fits = n_waiting <= 2 * HALVES["BLOCK_N"] <= 2 * p.x_inp.shape[-1]
+    large = p.x_inp[0], p.w.W_A, grad_x[0], grad_W_A  # [i, d] each
+    return tf32 and fits and all(fits_descriptor(t) for t in large)
+
+
+def fits_descriptor(t: Tensor) -> bool:
+    """Whether a descriptor can be of [i, d] numbers: float32, every row from a multiple of 16 bytes on."""
+    aligned = t.data_ptr() % 16 == 0 and t.stride(0) % 4 == 0
+    return t.dtype == torch.float32 and t.stride(1) == 1 and aligned
+
+
+def halved(matrices: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Matrices [1, q, d] one after another in float16, [1, d, k], and what rows of the last are divided by.
+
+    That is the greatest of a row, [q]. Each matrix is filled up with zeros to whole blocks of columns.
+    """
+    weights = [
+        M.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(M.dtype).tiny) for M in matrices
+    ]  # [1, q, 1]
+    block = HALVES["BLOCK_K"]
+    halves = [
+        nnf.pad((M / w).half(), (0, 0, 0, -M.shape[1] % block))
+        for M, w in zip(matrices, weights, strict=True)
+    ]  # [1, q, d] each
+    return torch.cat(halves, 1).mT.contiguous(), weights[-1].flatten()  # [1, d, w + q], [q]

@@ -1,0 +1,79 @@
+"""The gradients of x_inp and of W_A in one kernel, for one sample of a fixed length.
+
+That of x_inp is a product of pairs with a small matrix, plus what W_A adds. Where tf32 is asked for, the
+operands are float16: it has the digits of tf32, at half the bytes and twice the rate. Its range is too small
+for pairs as they are, so rows of them, and of the matrix, are divided by the greatest of their elements.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vecroute.ops.products import HALVES
+
+
+@triton.jit
+def input_gradient_kernel(
+    # By descriptor, all but top and grad_a:
+    waiting,  # [i, w] pairs of the iterations after the first, side by side
+    phi,  # [i, j] of the first
+    M,  # [n, k] what they are multiplied with, each in whole blocks of columns
+    top,  # [t, i] what they are multiplied with besides, the first last
+    x, W_A, grad_x, grad_W_A,  # [i, n]
+    grad_a,  # [i] gradient of W_A x_inp
+    n_rows,
+    n_out,
+    top_t,
+    start, n_blocks,  # blocks of columns: the first, and how many
+    WAITING: tl.constexpr,  # iterations that wait
+    BLOCK_I: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """grad_x = sum_t top_t (pairs_t M_t) + grad_a W_A and grad_W_A = grad_a x_inp; top_t are ascending."""
+    row = (
+        tl.program_id(0) // n_blocks * BLOCK_I
+    )  # neighbours share rows of pairs, which then come from the cache
+    column = (start + tl.program_id(0) % n_blocks) * BLOCK_N
+    o_i = row.to(tl.int64) + tl.arange(0, BLOCK_I)
+    m_i = o_i < n_rows
+    padded = tl.cdiv(2 * n_out, BLOCK_K) * BLOCK_K
+    total = tl.zeros([BLOCK_I, BLOCK_N], tl.float32)  # in units of b_top, which grows
+    b_top = tl.full([BLOCK_I], 1.0, tl.float32)
+    for t in tl.static_range(WAITING + 1):
+        before, b_top = b_top, tl.load(top + t * top_t + o_i, mask=m_i, other=0.0)
+        total *= (before / tl.where(b_top == 0.0, 1.0, b_top))[:, None]
+        if t < WAITING:
+            for k in range(0, 2 * n_out, BLOCK_K):
+                b_M = M.load([column, t * padded + k]).T
+                total = tl.dot(waiting.load([row, t * 2 * n_out + k]), b_M, total)
+        else:
+            for k in range(0, n_out, BLOCK_K):
+                total = tl.dot(phi.load([row, k]), M.load([column, t * padded + k]).T, total)
+    total *= b_top[:, None]
+    b_a = tl.load(grad_a + o_i, mask=m_i, other=0.0)[:, None]
+    grad_W_A.store([row, column], b_a * x.load([row, column]))
+    grad_x.store([row, column], total + b_a * W_A.load([row, column]))
+
+
+def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
+    """Fill grad_x and grad_W_A, [i, n]; pairs that wait are in the rows of grad_W_A.
+
+    Args:
+        waiting: [i, w] phi and the gradient of dot of every iteration but the first, in float16.
+        phi: [i, j] of the first iteration, in float16.
+        M: [n, k] from ``halved``, top: [t, i].
+        x, W_A: [i, n], grad_a: [i].
+    """
+    rows, columns, inner = HALVES["BLOCK_I"], HALVES["BLOCK_N"], HALVES["BLOCK_K"]
+    pairs = [TensorDescriptor.from_tensor(t, [rows, inner]) for t in (waiting, phi)]
+    large = [TensorDescriptor.from_tensor(t, [rows, columns]) for t in (x, W_A, grad_x, grad_W_A)]
+    n_blocks = triton.cdiv(M.shape[0], columns)
+    # The first block of columns in a launch of its own, after the others: where it writes pairs have waited.
+    for start, n in ((1, n_blocks - 1), (0, 1)):
+        if n:
+            input_gradient_kernel[triton.cdiv(len(x), rows) * n,](
+                *pairs, TensorDescriptor.from_tensor(M, [columns, inner]), top, *large, grad_a, len(x),
+                phi.shape[1], top.stride(0), start, n, WAITING=len(top) - 1, **HALVES,
+            )  # fmt: skip
