@@ -347,7 +347,7 @@ def test_chunks_fit_a_grid():
         torch.randn(140_000, 1, 1), layer.weights(), None, None, 0.5, implementation="chunked",
         tuning=Tuning(rows=100_000),
     )  # fmt: skip
-    samples = [chunk.samples for chunk in chunks(problem(*arguments))]
+    samples = [chunk.samples for chunk in chunks(problem(*arguments), 1, 1)]
     assert samples == [slice(0, 65_535), slice(65_535, 131_070), slice(131_070, 140_000)]
 
 

@@ -20,13 +20,12 @@ class Chunk(NamedTuple):
     rows: slice
 
 
-def chunks(p: Problem, halved: bool = False) -> Iterator[Chunk]:
+def chunks(p: Problem, row: int, share: int) -> Iterator[Chunk]:
     """Cut the inputs into chunks: whole samples, several at a time if they are short, or parts of one.
 
-    Args:
-        halved: for a backward pass with an ``InputGradient`` that is.
+    Args: as ``rows_of_a_chunk`` has them.
     """
-    size = p.tuning.rows or rows_of_a_chunk(p, halved)
+    size = p.tuning.rows or rows_of_a_chunk(p, row, share)
     n_samples, n_rows = p.sqrt_n_inp.shape[0], p.x_inp.shape[1]
     if p.offsets is not None:
         for b in range(n_samples):
@@ -48,14 +47,15 @@ def parts(start: int, end: int, size: int) -> Iterator[slice]:
         yield slice(first, min(first + step, end))
 
 
-def rows_of_a_chunk(p: Problem, halved: bool = False) -> int:
-    """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits."""
+def rows_of_a_chunk(p: Problem, row: int, share: int) -> int:
+    """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits.
+
+    Args:
+        row: how many numbers a row has in the buffers of a pass on a GPU.
+        share: one part in so many of the size of x_inp may go there, or more where that is little.
+    """
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
-    # What a row has in buffers of a forward pass; all rows have that share of x_inp, or as much as is small.
-    row, share = (4 * p.n_out, 30) if p.variable else (2 * p.n_out, 22)
-    if halved:  # then a backward pass has little more, where there is four times as much besides
-        row, share = 4 * p.n_out, 5
     least = 2**27 if p.n_out < 512 else 2**28
     room = max(least, p.x_inp.numel() * p.x_inp.element_size() // share)
     return max(1024, room // (row * p.dtype.itemsize))

