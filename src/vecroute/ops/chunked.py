@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, use_of
 from vecroute.ops.columns import split_betas
-from vecroute.ops.problem import Problem
-from vecroute.ops.products import accumulate, add, over_samples
+from vecroute.ops.problem import Problem, over_samples
+from vecroute.ops.products import accumulate, add
 
 
 def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> Tensor:

@@ -77,15 +77,15 @@ def transposes(p: Problem, f: Tensor) -> bool:
     return f.shape[1] % 4 == 0 and p.n_out <= 256
 
 
-def to_be_summed(p: Problem, name: str, f: Tensor, room: Room) -> Tensor:
-    """Room for [b, i, j] numbers."""
-    b, i = f.shape
-    return room.take(name, f, b, p.n_out, i).mT if transposes(p, f) else room.take(name, f, b, i, p.n_out)
+def to_be_summed(p: Problem, name: str, f: Tensor, like: Tensor, room: Room) -> Tensor:
+    """Room for [b, i, j] numbers of the dtype of another tensor."""
+    (b, i), j = f.shape, p.n_out
+    return room.take(name, like, b, j, i).mT if transposes(p, f) else room.take(name, like, b, i, j)
 
 
 def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> Tensor:
     """As ``chunked.coefficients``."""
-    phi = to_be_summed(p, "phi", f, room)  # [b, i, j]
+    phi = to_be_summed(p, "phi", f, f, room)  # [b, i, j]
     strides = {} if dot is None else {"dot_b": dot.stride(0), "dot_i": dot.stride(1)}
     arguments = {"dot_b": 0, "dot_i": 0} | pair_arguments(p, chunk, c, f, dot is None, strides)
     a_b, a_i = (0, 0) if a is None else a.stride()
@@ -122,7 +122,7 @@ def coefficients_backward(
     tops = into.top[len(into.columns) :, chunk.rows] if into.halved else f  # [2 or more, i]
     to_sum = results[..., n_out:]  # [b, i, q - j]
     if c is None and not first:
-        to_sum = to_be_summed(p, "grad_dot", f, room)  # [b, i, j]
+        to_sum = to_be_summed(p, "grad_dot", f, f if into.halved else results, room)  # [b, i, j]
     coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b](
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],

@@ -25,6 +25,7 @@ from vecroute.ops.products import (
     copy_columns,
     halved,
     has_halves,
+    operand_dtype,
 )
 
 
@@ -124,6 +125,9 @@ class InputGradient:
         (b, i, _), n_out = pairs.shape, columns.p.n_out
         if not self.waits:
             results = pairs[..., : columns.n]  # [b, i, q]
+            if not columns.p.variable and operand_dtype(columns.p) != pairs.dtype:  # only multiplied
+                rounded = pairs.new_empty(0, dtype=operand_dtype(columns.p))
+                results = room.take("results", rounded, *results.shape)  # [b, i, q]
             return results, results, results[..., columns.a - columns.n_c : columns.a]
         rows = self.place[chunk.batch, chunk.rows]  # [b, i, d]
         if not columns.first:

@@ -104,16 +104,16 @@ class Problem:
         """grad_y [b, j, d] (of the sum itself) and grad_s [b, j] from grad_x_out [b, j, h]."""
         grad_u = self.matmul(grad_x_out, self.w.W_F2.mT.to(self.dtype))  # [b, j, d]
         u = y * self.w.W_F1  # [b, j, d]
-        grads.add("W_F1", (grad_u * y).sum(0))  # [j, d]
+        grads.add("W_F1", over_samples(grad_u * y))  # [j, d]
         grads.add("W_F2", self.matmul(u.flatten(0, 1).mT, grad_x_out.flatten(0, 1)))  # [d, h]
-        grads.add("B_F2", (s[..., None] * grad_x_out).sum(0))  # [j, h]
+        grads.add("B_F2", over_samples(s[..., None] * grad_x_out))  # [j, h]
         grad_y = grad_u * self.w.W_F1 / self.sqrt_n_inp[..., None]  # [b, j, d]
         return grad_y, (grad_x_out * self.w.B_F2).sum(-1)  # [b, j, d], [b, j]
 
     def predictions_backward(self, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: "Grads") -> Tensor:
         """grad_x_out [b, j, h] from grad_x_hat [b, j, d]."""
-        grads.add("W_G2", (grad_x_hat * g).sum(0))  # [j, d]
-        grads.add("B_G2", grad_x_hat.sum(0))  # [j, d]
+        grads.add("W_G2", over_samples(grad_x_hat * g))  # [j, d]
+        grads.add("B_G2", over_samples(grad_x_hat))  # [j, d]
         grad_g = grad_x_hat * self.w.W_G2  # [b, j, d]
         grad_v = self.matmul(grad_g, self.w.W_G1.mT.to(self.dtype))  # [b, j, h]
         v, size = x_out, x_out.shape[-1:]
@@ -126,6 +126,11 @@ class Problem:
             )  # [b, j, h]
         grads.add("W_G1", self.matmul(v.flatten(0, 1).mT, grad_g.flatten(0, 1)))  # [h, d]
         return grad_v
+
+
+def over_samples(values: Tensor) -> Tensor:
+    """The sum over b of values [b, ...]; of one sample its own."""
+    return values[0] if len(values) == 1 else values.sum(0)
 
 
 class Grads(dict[str, Tensor]):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vecroute.ops.problem import Problem
 
+MANY_OUTPUTS = 1024  # a million multiply-adds for every four bytes of x_inp
 # Blocks of ``fused_halves``, found by trial on one H200, for 1,000,000 rows.
 HALVES = {"BLOCK_I": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 
@@ -16,11 +17,14 @@ def operand_dtype(p: Problem) -> torch.dtype:
     """The dtype of the operands of large products.
 
     On a CPU float16 is neither fast nor wide enough. On a GPU a float32 x_inp is not copied to be rounded:
-    tf32 products take it as it is, and round less than autocast would.
+    tf32 products take it as it is, and round less than autocast would. With many outputs they are bound by
+    arithmetic, so that bfloat16 pays for the copy.
     """
     if p.x_inp.device.type == "cpu":
         return p.dtype if p.rounded == torch.float16 else p.rounded
-    return p.dtype if p.x_inp.dtype == p.dtype else p.rounded
+    if p.x_inp.dtype == p.dtype:
+        return p.rounded if p.rounded == torch.bfloat16 and p.n_out >= MANY_OUTPUTS else p.dtype
+    return p.rounded
 
 
 def multiply(p: Problem, x: Tensor, M: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -52,7 +56,9 @@ def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tens
         return multiply_rows(out, a, b, fresh=True)
     if rounded == p.dtype:
         return torch.bmm(a, b, out=out)
-    result = torch.bmm(a, b, out_dtype=p.dtype) if a.is_cuda else torch.bmm(a, b).to(p.dtype)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=p.dtype, out=out)
+    result = torch.bmm(a, b).to(p.dtype)  # [b, i, j]
     return result if out is None else out.copy_(result)
 
 
@@ -66,8 +72,8 @@ def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = Fals
 
 def accumulate_over_inputs(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
     """The same where the product is itself a sum over inputs: few rows of a, as long as there are inputs."""
-    if operand_dtype(p) == out.dtype == p.dtype:
-        out.baddbmm_(a.to(p.dtype), b.to(p.dtype), beta=0 if fresh else 1)
+    if operand_dtype(p) == out.dtype:
+        out.baddbmm_(a.to(out.dtype), b.to(out.dtype), beta=0 if fresh else 1)
     else:
         add(out, product(p, a, b), fresh)
 
@@ -87,11 +93,6 @@ def copy_columns(out: Tensor, value: Tensor) -> None:
     if all(n % wide == 0 for n in sizes) and out.stride(-1) == value.stride(-1) == 1:
         out, value = out.view(torch.complex128), value.view(torch.complex128)  # [b, i, k / wide]
     out.copy_(value)
-
-
-def over_samples(values: Tensor) -> Tensor:
-    """The sum over b of values [b, ...]; of one sample its own."""
-    return values[0] if len(values) == 1 else values.sum(0)
 
 
 def add_sum(p: Problem, out: Tensor, values: Tensor, fresh: bool = False) -> None:
