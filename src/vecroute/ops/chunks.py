@@ -52,13 +52,13 @@ def rows_of_a_chunk(p: Problem, row: int, share: int) -> int:
 
     Args:
         row: how many numbers a row has in the buffers of a pass on a GPU.
-        share: one part in so many of the size of x_inp may go there, or more where that is little.
+        share: one part in so many of the size of x_inp may go there, or more where that is few rows.
     """
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
-    least = 2**27 if p.n_out < 512 else 2**28
-    room = max(least, p.x_inp.numel() * p.x_inp.element_size() // share)
-    return max(1024, room // (row * p.dtype.itemsize))
+    room = p.x_inp.numel() * p.x_inp.element_size() // share
+    least = (2**24 if p.n_out < 512 else 2**25) // p.n_out
+    return max(1024, least, room // (row * p.dtype.itemsize))
 
 
 class Room(dict[str, Tensor]):

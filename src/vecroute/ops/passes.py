@@ -40,13 +40,17 @@ def new_kept(p: Problem, n_iters: int) -> Tensor:
 def new_grads(p: Problem, n_iters: int) -> Grads:
     """Gradients of the parameters with an i, which live once: a backward writes them, then adds to them.
 
-    B_A is not among them: its gradient comes from that of a_inp, at last.
+    B_A is not among them: its gradient comes from that of a_inp, at last. That of W_A is not added to where
+    there is one sample, so it need not be in the dtype of sums.
     """
     if p.variable:
         return Grads()
     names = ("W_A", "beta_use", "beta_ign") + (("W_S", "B_S") if n_iters > 1 else ())
     new = torch.empty_like if len(p.x_inp) else torch.zeros_like  # of no sample there is none to write them
-    return Grads({name: new(getattr(p.w, name), dtype=p.dtype) for name in names})
+    grads = {name: new(getattr(p.w, name), dtype=p.dtype) for name in names}
+    if len(p.x_inp) == 1:
+        grads["W_A"] = new(p.w.W_A)  # [i, d]
+    return Grads(grads)
 
 
 def forward_buffers(p: Problem) -> tuple[int, int]:
