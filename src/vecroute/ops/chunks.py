@@ -57,8 +57,8 @@ def rows_of_a_chunk(p: Problem, row: int, share: int) -> int:
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
     room = p.x_inp.numel() * p.x_inp.element_size() // share
-    least = (2**24 if p.n_out < 512 else 2**25) // p.n_out
-    return max(1024, least, room // (row * p.dtype.itemsize))
+    pairs = 2**23 if p.variable else 2**24 if p.n_out < 512 else 2**25  # at least
+    return max(1024, pairs // p.n_out, room // (row * p.dtype.itemsize))
 
 
 class Room(dict[str, Tensor]):

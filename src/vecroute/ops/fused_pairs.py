@@ -255,6 +255,9 @@ def coefficients_backward_kernel(
                 if not FIRST:
                     grad_z *= tl.load(weights + n_out + o_j, mask=o_j < n_out, other=0.0)
                     b_top = tl.maximum(b_top, tl.max(tl.abs(grad_z), 1)[:, None])
+                b_top = tl.where(
+                    b_top < 1e-37, 0.0, b_top
+                )  # a GPU does not divide by numbers that are not normal
                 tl.store(tops + tops_t + o_i, b_top, mask=m_i)
                 b_top = tl.where(b_top == 0.0, 1.0, b_top)
                 b_phi = (b_phi / b_top).to(tl.float16)

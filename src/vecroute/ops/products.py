@@ -141,9 +141,8 @@ def halved(matrices: list[Tensor]) -> tuple[Tensor, Tensor]:
 
     That is the greatest of a row, [q]. Each matrix is filled up with zeros to whole blocks of columns.
     """
-    weights = [
-        M.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(M.dtype).tiny) for M in matrices
-    ]  # [1, q, 1]
+    weights = [M.abs().amax(-1, keepdim=True) for M in matrices]  # [1, q, 1] each
+    weights = [w.masked_fill_(w < 1e-37, 1) for w in weights]  # so that none is divided by 0
     block = HALVES["BLOCK_K"]
     halves = [
         nnf.pad((M / w).half(), (0, 0, 0, -M.shape[1] % block))
