@@ -358,3 +358,17 @@ def test_pairs_that_fill_the_memory_they_wait_in(implementation, n_out, rows, na
     layer = make(5, n_out, 150, 3, fixed=True, implementation=implementation)
     layer.tuning = Tuning(rows=rows)
     assert_layer_as_good(layer, torch.randn(5, 150))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_plain_calls_go_past_the_dispatcher(implementation, monkeypatch):
+    """With the numbers of the operator, which is for whoever follows calls: compilers, modes, fake tensors."""
+    layer, x_inp = make(9, 3, 5, 4, fixed=True, implementation=implementation), torch.randn(2, 9, 5)
+    plain = outcome(layer, x_inp)
+    monkeypatch.setattr("vecroute.ops.library.is_plain", lambda x: False)
+    for name, expected in outcome(layer, x_inp).items():
+        torch.testing.assert_close(plain[name], expected, rtol=0, atol=0)
+    monkeypatch.undo()
+    for op in ("loop_op", "loop_backward_op"):
+        monkeypatch.setattr(f"vecroute.ops.library.{op}", None)
+    outcome(layer, x_inp)

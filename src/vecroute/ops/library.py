@@ -1,11 +1,11 @@
 """The streamed loop as PyTorch operators, so that autograd and torch.compile know it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vecroute.ops import loop
 from vecroute.ops.common import Weights, compute_dtype, product_dtype, used_pairs, without_autocast
@@ -24,8 +24,7 @@ def problem(
     return Problem(x_inp, w, use, sqrt_n_inp, cu_seqlens, *options)
 
 
-@torch.library.custom_op("vecroute::loop", mutates_args=())
-def loop_op(
+def run_loop(
     x_inp: Tensor,
     weights: Sequence[Tensor],
     use: Tensor | None,
@@ -46,6 +45,9 @@ def loop_op(
     with tf32_under_autocast(p):
         x_out, *saved = loop.forward(p, n_iters, phi if need_phi else None, outputs)
     return x_out, phi, *saved
+
+
+loop_op = torch.library.custom_op("vecroute::loop", run_loop, mutates_args=())
 
 
 @contextmanager
@@ -86,8 +88,7 @@ def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, imple
     return empty(b, j, h), empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs)), *saved, kept
 
 
-@torch.library.custom_op("vecroute::loop_backward", mutates_args=())
-def loop_backward_op(
+def run_loop_backward(
     grad_x_out: Tensor,
     x_inp: Tensor,
     weights: Sequence[Tensor],
@@ -120,6 +121,9 @@ def loop_backward_op(
     return [x_inp.new_empty(0) if grad_x is None else grad_x, *grads_w]
 
 
+loop_backward_op = torch.library.custom_op("vecroute::loop_backward", run_loop_backward, mutates_args=())
+
+
 @loop_backward_op.register_fake
 def _(grad_x_out, x_inp, weights, *args):
     need_grad_x = args[-1]
@@ -141,7 +145,10 @@ def _backward(ctx, grad_x_out, *_):
     if grad_x_out is None:
         return (None, [None] * ctx.n_weights, *[None] * 11)
     need_grad_x = ctx.needs_input_grad[0]
-    grad_x, *grads = loop_backward_op(
+    # With a graph the operator, which refuses to be differentiated.
+    plain = is_plain(grad_x_out) and not torch.is_grad_enabled()
+    run: Callable = run_loop_backward if plain else loop_backward_op
+    grad_x, *grads = run(
         grad_x_out,
         x_inp,
         weights,
@@ -163,6 +170,30 @@ def _refuse(ctx, *_):
 
 
 loop_backward_op.register_autograd(_refuse)
+
+
+class Loop(torch.autograd.Function):
+    """``loop_op`` for a plain call: (x_inp, number of weights, weights, other arguments) -> (x_out, phi)."""
+
+    @staticmethod
+    def forward(ctx, x_inp: Tensor, n_weights: int, *arguments):
+        inputs = x_inp, arguments[:n_weights], *arguments[n_weights:]
+        x_out, phi, *saved = run_loop(*inputs)  # [b, j, h], [b, i, j]
+        _setup_context(ctx, inputs, (x_out, phi, *saved))
+        ctx.mark_non_differentiable(phi)
+        return x_out, phi
+
+    @staticmethod
+    def backward(ctx, grad_x_out: Tensor | None, _):
+        grad_x, grads_w, *others = _backward(ctx, grad_x_out)
+        return grad_x, None, *grads_w, *others
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether autograd alone follows a call: then it goes past the dispatcher, as slow as a small loop."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(x) in (Tensor, nn.Parameter) and not x.is_meta and not torch._C._len_torch_dispatch_stack()
 
 
 def operator_arguments(
@@ -238,7 +269,11 @@ def route_streamed(
     )
     x = arguments[0]  # [b, i, d]
     if phi_out is None:
-        x_out, phi, *_ = loop_op(*arguments, n_iters, need_phi, outputs)
+        _, tensors, *rest = arguments
+        if is_plain(x):
+            x_out, phi = Loop.apply(x, len(tensors), *tensors, *rest, n_iters, need_phi, outputs)
+        else:
+            x_out, phi, *_ = loop_op(*arguments, n_iters, need_phi, outputs)
         phi = phi.detach().view(*x_inp.shape[:-1], phi.shape[-1])  # [..., i, j]
     else:
         phi = phi_out
