@@ -362,7 +362,7 @@ def test_pairs_that_fill_the_memory_they_wait_in(implementation, n_out, rows, na
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_plain_calls_go_past_the_dispatcher(implementation, monkeypatch):
-    """With the numbers of the operator, which is for whoever follows calls: compilers, modes, fake tensors."""
+    """With the numbers of the operator, which is for whoever follows calls: compilers, modes, fake ones."""
     layer, x_inp = make(9, 3, 5, 4, fixed=True, implementation=implementation), torch.randn(2, 9, 5)
     plain = outcome(layer, x_inp)
     monkeypatch.setattr("vecroute.ops.library.is_plain", lambda x: False)

@@ -28,6 +28,10 @@ from vecroute.ops.products import (
     operand_dtype,
 )
 
+# One part in so many of x_inp that buffers may take on a GPU, by whether the length is variable; more where
+# there are gradients besides (``InputGradient.share``).
+FORWARD_SHARE = {False: 22, True: 30}
+
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
     """Memory for c_sum and c_ign of every pair, [b, i, 2 j]; none if they cost no product or do not fit."""
@@ -53,11 +57,6 @@ def new_grads(p: Problem, n_iters: int) -> Grads:
     return Grads(grads)
 
 
-def forward_buffers(p: Problem) -> tuple[int, int]:
-    """Numbers in the buffers of a row, and one part in so many of x_inp that they may take on a GPU."""
-    return (4 * p.n_out, 30) if p.variable else (2 * p.n_out, 22)
-
-
 def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> None:
     """One iteration: fill y [b, j, d] and s [b, j] (and f_a_inp in the first).
 
@@ -73,7 +72,7 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         y.zero_()
         s.zero_()
     columns, room = Columns(p, x_hat, kept), Room()
-    for chunk in chunks(p, *forward_buffers(p)):
+    for chunk in chunks(p, columns.n_computed + p.n_out, FORWARD_SHARE[p.variable]):
         x, f = inputs(p, chunk), f_a_inp[chunk.batch, chunk.rows]  # [b, i, d], [b, i]
         pairs = room.take("pairs", f, *f.shape, columns.n_computed)  # [b, i, q]
         M = columns.matrix(chunk.samples, columns.computed)  # [b, q, d]
@@ -97,6 +96,9 @@ class InputGradient:
     in the rows of a gradient that is written last: that of W_A, where one sample alone has it, else grad_x.
     There the gradient of c, which has the same matrix in every iteration, adds up after them and after room
     for phi of the first. Where they do not fit every pass adds its product.
+
+    ``halved``: pairs are float16, for the kernel of ``fused_halves``. They are divided by ``top``, the greatest
+    of a row so far, and multiplied with ``weights``, one for each column of a pass.
     """
 
     def __init__(self, p: Problem, n_iters: int, needed: bool, grad_W_A: Tensor | None = None):
@@ -108,21 +110,22 @@ class InputGradient:
         fits = needed and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
         self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
         self.aside = aside and self.waits  # not in grad_x
-        # Whether pairs are float16, scaled: ``top`` has the greatest of a row so far, ``weights`` one
-        # for each column.
         self.halved = self.aside and has_halves(p, self.n_waiting, self.grad_x, grad_W_A)
         self.top = self.weights = None  # type: Any
         if self.halved:
             self.place = place.view(torch.float16)  # [1, i, 2 d]
             self.top = place.new_zeros(n_iters + 1, place.shape[1])  # [1 + t, i], so far
-        # As ``forward_buffers``; the gradients are there besides.
-        self.buffers = forward_buffers(p)
-        if self.halved:
-            self.buffers = 4 * p.n_out, 5
-        elif self.waits and p.variable:
-            self.buffers = 7 * p.n_out, 11
+        self.share = 6 if self.halved else 11 if self.waits else FORWARD_SHARE[p.variable]
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
+
+    def n_besides(self, columns: Columns) -> int:
+        """Numbers that a row has in buffers of a pass besides ``pairs``."""
+        if not columns.first:
+            return 0 if columns.p.variable else columns.p.n_out  # the gradient of dot, to be summed
+        if not self.waits:
+            return 0
+        return columns.p.n_out // 2 if self.halved else self.n_waiting + columns.n
 
     def results(self, chunk: Chunk, pairs: Tensor, columns: Columns, room: Room):
         """Where the results of a pass go, [b, i, q]; the same with those that wait; and the gradient of c."""
@@ -173,14 +176,14 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
     grad_M = grad_y.new_zeros(1 if first else len(grad_y), n_summed, grad_y.shape[-1])  # [b or 1, q - j, d]
     sums = grad_M.new_zeros(len(grad_y), n_summed)  # [b, q - j]
     samples: Any = None
-    for chunk in chunks(p, *into.buffers):
+    n_pairs = columns.n_computed if into.waits else max(columns.n, columns.n_computed)
+    for chunk in chunks(p, n_pairs + into.n_besides(columns), into.share):
         at = chunk.batch, chunk.rows
         if samples != chunk.samples:
             samples = chunk.samples
             computed = columns.matrix(samples, columns.computed)  # [b, q, d]
             all_M = into.matrix(samples, columns)  # [b, w + q, d]
         x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
-        n_pairs = columns.n_computed if into.waits else max(columns.n, columns.n_computed)
         pairs = room.take("pairs", f, *f.shape, n_pairs)  # [b, i, q]
         c = columns.multiply(pairs, x, computed, chunk)  # [b, i, 2 j or j]
         results, all_results, grad_c = into.results(chunk, pairs, columns, room)
