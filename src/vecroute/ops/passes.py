@@ -97,8 +97,8 @@ class InputGradient:
     There the gradient of c, which has the same matrix in every iteration, adds up after them and after room
     for phi of the first. Where they do not fit every pass adds its product.
 
-    ``halved``: pairs are float16, for the kernel of ``fused_halves``. They are divided by ``top``, the greatest
-    of a row so far, and multiplied with ``weights``, one for each column of a pass.
+    ``halved``: pairs are float16, for the kernel of ``fused_halves``: divided by ``top``, the greatest of a
+    row so far, and multiplied with ``weights``, one for each column of a pass.
     """
 
     def __init__(self, p: Problem, n_iters: int, needed: bool, grad_W_A: Tensor | None = None):
