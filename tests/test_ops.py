@@ -351,6 +351,18 @@ def test_chunks_fit_a_grid():
     assert samples == [slice(0, 65_535), slice(65_535, 131_070), slice(131_070, 140_000)]
 
 
+def test_each_thread_has_as_many_samples(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    layer = make(350, 64, 2, 1, fixed=False).cpu()
+    arguments = operator_arguments(
+        torch.randn(9, 350, 2, device="cpu"), layer.weights(), None, None, 0.5, implementation="chunked",
+        tuning=Tuning(),
+    )  # fmt: skip
+    assert [chunk.samples for chunk in chunks(problem(*arguments), 1, 1)] == [
+        slice(0, 4), slice(4, 8), slice(8, 9)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("n_out", "rows"), [(50, 0), (3, 1)], ids=["whole rows", "one row"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pairs_that_fill_the_memory_they_wait_in(implementation, n_out, rows, nan_filled_memory):

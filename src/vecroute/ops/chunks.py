@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from vecroute.ops.problem import Problem
@@ -32,7 +33,10 @@ def chunks(p: Problem, row: int, share: int) -> Iterator[Chunk]:
             for rows in parts(p.offsets[b], p.offsets[b + 1], size):
                 yield Chunk(slice(b, b + 1), slice(0, 1), rows)
         return
-    together = max(1, min(size // max(1, n_rows), MOST_SAMPLES))
+    together = size // max(1, n_rows)
+    if p.x_inp.device.type == "cpu" and together > torch.get_num_threads():
+        together -= together % torch.get_num_threads()  # each thread multiplies as many as the others
+    together = max(1, min(together, MOST_SAMPLES))
     for b in range(0, n_samples, together):
         samples = slice(b, min(b + together, n_samples))
         for rows in parts(0, n_rows, size):
