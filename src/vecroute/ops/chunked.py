@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, use_of
-from vecroute.ops.columns import split_betas
 from vecroute.ops.problem import Problem, over_samples
 from vecroute.ops.products import accumulate, add
 
@@ -26,14 +25,13 @@ def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> 
     """
     if a is not None:
         torch.addcdiv(p.w.B_A.to(p.dtype), a, p.sqrt_n_inp[chunk.samples], out=f).sigmoid_()  # [b, i]
-    c_sum, c_ign = betas(p, chunk, c, dot is None)  # [b or 1, i, j] each
+    c_sum, c_ign = betas(p, chunk, c, dot is None, room)  # [b or 1, i, j] each
     use: Any = None if p.use is None else use_of(p, chunk)  # [b, i, j or 1]
-    phi = room.take("phi", f, *f.shape, p.n_out)  # [b, i, j]
     if c_ign is None:
-        torch.mul(c_sum, f[..., None], out=phi)
+        phi = torch.mul(c_sum, f[..., None], out=room.take("R", f, *f.shape, p.n_out))  # [b, i, j]
     else:
-        R, _ = responsibilities(p, chunk, dot, use, phi)  # [b, i, j]
-        R.mul_(c_sum).sub_(c_ign).mul_(f[..., None])
+        R, _ = responsibilities(p, chunk, dot, use, f, room)  # [b, i, j]
+        phi = R.mul_(c_sum).sub_(c_ign).mul_(f[..., None])  # [b, i, j]
     return phi if use is None else phi.mul_(use)  # [b, i, j]
 
 
@@ -56,34 +54,31 @@ def coefficients_backward(
     Returns:
         All of the results but phi, [b, i, q - j].
     """
-    n_out, f = p.n_out, f[..., None]  # [b, i, 1]
+    n_out, shape = p.n_out, (*f.shape, p.n_out)
     use: Any = None if p.use is None else use_of(p, chunk)  # [b, i, j or 1]
     dot = None if columns.first else pairs[..., n_out : 2 * n_out]  # [b, i, j]
-    c_sum, c_ign = betas(p, chunk, c, columns.first)  # [b or 1, i, j] each
+    c_sum, c_ign = betas(p, chunk, c, columns.first, room)  # [b or 1, i, j] each
     grad_phi = pairs[..., :n_out].add_(grad_s[:, None])  # [b, i, j]
-    R, one_minus_f = None, None
-    u = room.take("u", f, *grad_phi.shape)  # [b, i, j], phi / f(a_inp)
+    u = room.take("u", f, *shape)  # [b, i, j], phi / f(a_inp)
+    R = one_minus_f = R_c = None  # type: Any
     if c_ign is None:
-        u.copy_(c_sum)
+        u.copy_(c_sum)  # results may go where it is
     else:
-        R, one_minus_f = responsibilities(p, chunk, dot, use, room.take("R", f, *u.shape))  # [b, i, j] each
-        torch.sub(torch.mul(R, c_sum, out=u), c_ign, out=u)
+        R, one_minus_f = responsibilities(p, chunk, dot, use, f, room)  # [b, i, j] each
+        R_c = torch.mul(R, c_sum, out=room.take("R c", f, *shape))  # [b, i, j]
+        torch.sub(R_c, c_ign, out=u)
     if use is not None:
         u, grad_phi = u.mul_(use), grad_phi.mul_(use)  # [b, i, j]
-    grad_f += torch.linalg.vecdot(u, grad_phi)  # [b, i]
-    grad_phi *= f  # [b, i, j]
-    grad_sum = grad_phi if R is None else R * grad_phi  # [b, i, j]
+    grad_f += torch.mul(u, grad_phi, out=room.take("u grad_phi", f, *shape)).sum(-1)  # [b, i]
+    grad_phi *= f[..., None]  # [b, i, j]
     if dot is not None:
-        grad_S = grad_sum * c_sum  # [b, i, j], so far R grad_R
+        grad_S = R_c.mul_(grad_phi)  # [b, i, j], so far R grad_R
         grad_S.addcmul_(R, grad_S.sum(-1, keepdim=True), value=-1)
         grad_z = grad_S.mul_(one_minus_f)  # [b, i, j]
         scores_backward(p, chunk, grad_z, dot, results[..., n_out : 2 * n_out], grads, fresh)
+    grad_sum = grad_phi if R is None else R.mul_(grad_phi)  # [b, i, j]
     if c is None:
-        both = grad_sum if R is None else torch.cat((grad_sum, -grad_phi), -1)  # [b, i, 2 j or j]
-        grad_use, grad_ign = split_betas(p, over_samples(both), R is None)  # [i, j], [i, j]
-        fresh &= chunk.samples.start == 0
-        add(grads["beta_use"][chunk.rows], grad_use, fresh)
-        add(grads["beta_ign"][chunk.rows], grad_ign, fresh)
+        betas_backward(p, chunk, grad_sum, None if R is None else grad_phi, grads, fresh)
     elif not columns.adds_up or fresh:
         grad_c[..., :n_out] = grad_sum
         if R is not None:
@@ -91,29 +86,46 @@ def coefficients_backward(
     else:
         grad_c[..., :n_out].add_(grad_sum, alpha=p.prior if R is None else 1)
         grad_c[..., n_out:] -= grad_phi
-    torch.mul(u, f, out=results[..., :n_out])
+    torch.mul(u, f[..., None], out=results[..., :n_out])
     if columns.first:
-        activations_backward(p, chunk, f[..., 0], grad_f, results[..., columns.a :] if p.variable else None)
+        activations_backward(p, chunk, f, grad_f, results[..., columns.a :] if p.variable else None)
     return results[..., n_out:]  # [b, i, q - j]
 
 
-def betas(p: Problem, chunk: Chunk, c, first: bool) -> tuple[Tensor, Any]:
+def betas(p: Problem, chunk: Chunk, c, first: bool, room: Room) -> tuple[Tensor, Any]:
     """c_sum and c_ign, [b or 1, i, j] each; or under the flat prior their combination, and None."""
     n_out = p.n_out
     if c is not None:
         return (c, None) if c.shape[-1] == n_out else (c[..., :n_out], c[..., n_out:])
     use, ign = p.w.beta_use[chunk.rows].to(p.dtype), p.w.beta_ign[chunk.rows].to(p.dtype)  # [i, j]
+    out = room.take("c", use, *use.shape)  # [i, j]
     if first and (p.use is None or p.use.shape[-1] == 1):
-        return torch.add(use * p.prior, ign, alpha=p.prior - 1)[None], None  # [1, i, j]
-    return (use + ign)[None], ign[None]  # [1, i, j]
+        return torch.mul(use, p.prior, out=out).add_(ign, alpha=p.prior - 1)[None], None  # [1, i, j]
+    return torch.add(use, ign, out=out)[None], ign[None]  # [1, i, j]
 
 
-def responsibilities(p: Problem, chunk: Chunk, dot, use, out: Tensor) -> tuple[Tensor, Any]:
-    """R = f(z) / sum_j f(z) in ``out``, 0 at unused pairs, and 1 - f(z), or None in the first; [b, i, j].
+def betas_backward(p: Problem, chunk: Chunk, grad_sum, grad_ign, grads, fresh: bool) -> None:
+    """Add to the gradients of the betas of a fixed length.
+
+    Args:
+        grad_sum: [b, i, j] gradient of c_sum, or of the combination under the flat prior.
+        grad_ign: [b, i, j] minus the gradient of c_ign, or None there.
+    """
+    fresh &= chunk.samples.start == 0
+    grad, flat = over_samples(grad_sum), grad_ign is None  # [i, j]
+    add(grads["beta_use"][chunk.rows], grad, fresh, p.prior if flat else 1)
+    add(grads["beta_ign"][chunk.rows], grad, fresh, p.prior - 1 if flat else 1)
+    if not flat:
+        grads["beta_ign"][chunk.rows] -= over_samples(grad_ign)
+
+
+def responsibilities(p: Problem, chunk: Chunk, dot, use, f: Tensor, room: Room) -> tuple[Tensor, Any]:
+    """R = f(z) / sum_j f(z), 0 at unused pairs, and 1 - f(z), or None in the first; [b, i, j] each in room.
 
     f(z) = 1 / (1 + exp(-z)) is divided by exp(m), with m the greatest z of the row if that is negative, so
     that a row of very negative z is not 0 / 0. The bounds of m - z are far below any digit of R.
     """
+    out = room.take("R", f, *f.shape, p.n_out)  # [b, i, j]
     if dot is None:
         out.fill_(p.prior)
         if use is not None:
@@ -122,7 +134,11 @@ def responsibilities(p: Problem, chunk: Chunk, dot, use, out: Tensor) -> tuple[T
         return out, None
     i = slice(None) if p.variable else chunk.rows
     W_S, B_S = p.w.W_S[i].to(p.dtype), p.w.B_S[i].to(p.dtype)  # [1 or i, j]
-    z = torch.add(dot, B_S) if p.variable else torch.addcmul(B_S, dot, W_S)  # [b, i, j]
+    z = room.take("z", f, *dot.shape)  # [b, i, j]
+    if p.variable:
+        torch.add(dot, B_S, out=z)
+    else:
+        torch.addcmul(B_S, dot, W_S, out=z)
     used_z = z if use is None else z.masked_fill(~use, torch.finfo(z.dtype).min)  # [b, i, j]
     m = used_z.amax(-1, keepdim=True).clamp_(max=0)  # [b, i, 1]
     e = torch.sub(m, z, out=z).clamp_(-80, 80).exp_()  # [b, i, j], of m - z
@@ -141,7 +157,7 @@ def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, out: 
         return
     fresh &= chunk.samples.start == 0
     add(grads["B_S"][chunk.rows], over_samples(grad_z), fresh)  # [i, j]
-    add(grads["W_S"][chunk.rows], over_samples(grad_z * dot), fresh)  # [i, j]
+    add(grads["W_S"][chunk.rows], over_samples(dot.mul_(grad_z)), fresh)  # [i, j]
     torch.mul(grad_z, p.w.W_S[chunk.rows], out=out)
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from vecroute.ops.chunks import Chunk
+from vecroute.ops.chunks import Chunk, Room
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import multiply
 
@@ -58,9 +58,9 @@ class Columns:
             self.shared, self.a = self._with_activations(W_c, n_own), n_own + len(W_c)  # [q - k, d]
             self.n += len(self.shared)
 
-    def _flatten(self, c: Tensor, dim: int) -> Tensor:
+    def _flatten(self, c: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
         c_sum, c_ign = c.chunk(2, dim)
-        return self.p.prior * c_sum - c_ign
+        return torch.mul(c_sum, self.p.prior, out=out).sub_(c_ign)
 
     def _with_activations(self, W: Tensor, n_own: int) -> Tensor:
         """In the first iteration W_A is one more row, and zeros that keep columns aligned."""
@@ -80,7 +80,7 @@ class Columns:
         own = self.own[samples]  # [b, k, d]
         return own if shared is None else torch.cat((own, shared.expand(len(own), -1, -1)), 1)
 
-    def multiply(self, pairs: Tensor, x: Tensor, M, chunk: Chunk):
+    def multiply(self, pairs: Tensor, x: Tensor, M, chunk: Chunk, room: Room):
         """Fill pairs [b, i, q] with x M^T and the bias, and give c [b, i, 2 j or j] (None if fixed)."""
         p, n, at = self.p, self.n_computed, (chunk.batch, chunk.rows)
         if n:
@@ -88,7 +88,8 @@ class Columns:
         if not p.variable:
             return None
         if self.computed is None:
-            return self._flatten(self.kept[at], -1) if self.flat else self.kept[at]
+            c = self.kept[at]  # [b, i, 2 j]
+            return self._flatten(c, -1, room.take("c", c, *c.shape[:-1], p.n_out)) if self.flat else c
         n_own = n - len(self.computed)
         c = pairs[..., n_own : n_own + self.n_c]  # [b, i, 2 j or j]
         if self.filling:

@@ -76,7 +76,7 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         x, f = inputs(p, chunk), f_a_inp[chunk.batch, chunk.rows]  # [b, i, d], [b, i]
         pairs = room.take("pairs", f, *f.shape, columns.n_computed)  # [b, i, q]
         M = columns.matrix(chunk.samples, columns.computed)  # [b, q, d]
-        c = columns.multiply(pairs, x, M, chunk)  # [b, i, 2 j or j]
+        c = columns.multiply(pairs, x, M, chunk, room)  # [b, i, 2 j or j]
         if first and not p.variable:
             p.pairs.activations(p, chunk, x, f)
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
@@ -185,7 +185,7 @@ def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f
             all_M = into.matrix(samples, columns)  # [b, w + q, d]
         x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
         pairs = room.take("pairs", f, *f.shape, n_pairs)  # [b, i, q]
-        c = columns.multiply(pairs, x, computed, chunk)  # [b, i, 2 j or j]
+        c = columns.multiply(pairs, x, computed, chunk, room)  # [b, i, 2 j or j]
         results, all_results, grad_c = into.results(chunk, pairs, columns, room)
         to_sum = p.pairs.coefficients_backward(
             p,

@@ -78,12 +78,12 @@ def accumulate_over_inputs(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh:
         add(out, product(p, a, b), fresh)
 
 
-def add(out: Tensor, value: Tensor, fresh: bool) -> None:
-    """out += value, in place, or out = value if fresh."""
+def add(out: Tensor, value: Tensor, fresh: bool, weight: float = 1) -> None:
+    """out += weight value, in place, or out = weight value if fresh."""
     if fresh:
-        out.copy_(value)
+        torch.mul(value, weight, out=out)
     else:
-        out += value
+        out.add_(value, alpha=weight)
 
 
 def copy_columns(out: Tensor, value: Tensor) -> None:
