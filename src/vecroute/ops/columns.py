@@ -28,19 +28,18 @@ class Columns:
     def __init__(self, p: Problem, x_hat, kept: Tensor, grad_y=None, adds_up: bool = False):
         """Set what passes look at.
 
-        Rows of M, None where there are none: ``own``, which each sample has for itself; ``computed``, which
-        all samples share; ``shared``, the same for the results. How many columns: ``n_computed``, and ``n``
-        for the results; ``n_c`` are those of c. Where: ``a`` is the column of a_inp.
+        Rows of M: ``own``, which each sample has for itself; ``computed``, which all samples share, or None;
+        ``shared``, the same for the results. How many columns: ``n_computed``, and ``n`` for the results;
+        ``n_c`` are those of c. Where: ``a`` is the column of a_inp.
         """
         self.p, self.first, forward = p, x_hat is None, grad_y is None
         self.flat = self.first and (p.use is None or p.use.shape[-1] == 1)
         self.kept: Any = kept if len(kept) else None
         self.filling = forward and self.first and self.kept is not None
         self.adds_up = adds_up and p.variable
-        own = [m for m in (grad_y, scores_matrix(p, x_hat)) if m is not None]  # [b, j, d] each
-        self.own: Any = torch.cat(own, 1) if own else None  # [b, k, d]
+        self.own = [m for m in (grad_y, scores_matrix(p, x_hat)) if m is not None]  # [b, j, d] each
         self.computed = self.shared = self.bias = None  # type: Any
-        self.a = self.n = self.n_computed = n_own = len(own) * p.n_out
+        self.a = self.n = self.n_computed = n_own = len(self.own) * p.n_out
         self.n_c = 0
         if not p.variable:
             return
@@ -75,10 +74,10 @@ class Columns:
         Args:
             shared: ``computed``, or ``shared`` for the matrix of the results.
         """
-        if self.own is None:
-            return None if shared is None else shared[None]
-        own = self.own[samples]  # [b, k, d]
-        return own if shared is None else torch.cat((own, shared.expand(len(own), -1, -1)), 1)
+        rows = [m[samples] for m in self.own]  # [b, j, d] each
+        if shared is not None:
+            rows.append(shared.expand(len(rows[0]) if rows else 1, -1, -1))  # [b, q - k, d]
+        return torch.cat(rows, 1) if len(rows) > 1 else rows[0] if rows else None
 
     def multiply(self, pairs: Tensor, x: Tensor, M, chunk: Chunk, room: Room):
         """Fill pairs [b, i, q] with x M^T and the bias, and give c [b, i, 2 j or j] (None if fixed)."""
@@ -99,6 +98,8 @@ class Columns:
     def finish(self, grad_M: Tensor, sums: Tensor, x_hat, grads) -> Tensor:
         """Hand over the gradients of the parameters in M, and return grad_x_hat [b, j, d], if there is one.
 
+        This is the end of x_hat and grad_M.
+
         Args:
             grad_M: [b or 1, q - j, d] of all its rows but grad_y.
             sums: [b, q - j] sums of the results over the inputs.
@@ -109,9 +110,9 @@ class Columns:
         grad_x_hat = grad_M[:, :n]  # [b, j, d]
         if self.first or not p.variable:
             return grad_x_hat
-        grads.add("W_S", (grad_x_hat * x_hat).sum((0, 2))[None])  # [1, j]
+        grads.add("W_S", x_hat.mul_(grad_x_hat).sum((0, 2))[None])  # [1, j]
         grads.add("B_S", sums[:, :n].sum(0, keepdim=True))  # [1, j]
-        return grad_x_hat * p.w.W_S.mT  # [b, j, d]
+        return grad_x_hat.mul_(p.w.W_S.mT)  # [b, j, d]
 
     def _finish_shared(self, grad_rows: Tensor, grad_B: Tensor, grads) -> None:
         """The same for the shared rows, [q - k, d], and their sums, [b, q - k]."""

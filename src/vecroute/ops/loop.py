@@ -37,10 +37,9 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
         passes.forward_pass(p, x_hat, f_a_inp, kept, y[t], s[t], phi if last else None, outputs)
         p.total(y[t], s[t])
         y[t].div_(p.sqrt_n_inp[..., None])
-        x_out = p.outputs(y[t], s[t])  # [b, j, h]
+        x_out = p.outputs(y[t], s[t], None if last else before[t])  # [b, j, h]
         if not last:
-            before[t], g[t] = x_out, p.predicted(x_out)
-            x_hat = p.scaled(g[t])  # [b, j, d]
+            x_hat = p.scaled(p.predicted(x_out, g[t]))  # [b, j, d]
     return x_out, y, s, before, g, f_a_inp, kept
 
 
@@ -57,7 +56,9 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x
         grad_x_hat = passes.backward_pass(
             p, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh
         )  # [b, j, d]
+        del x_hat, grad_y  # of many small samples, what is [b, j, d] takes more memory than the rest
         if t > 0:
             p.total(grad_x_hat)
             grad_x_out = p.predictions_backward(grad_x_hat, before[t - 1], g[t - 1], grads)  # [b, j, h]
+        del grad_x_hat
     return into.grad_x, grads

@@ -73,28 +73,29 @@ class Problem:
     def n_out(self) -> int:
         return self.w.W_F1.shape[0]
 
-    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         """Product of small matrices; not rounded to float16, whose range sums over many inputs may leave.
 
         Nor under autocast of a float32 x_inp: these products are tf32 then.
         """
         if self.x_inp.dtype == torch.bfloat16 and a.is_cuda:
-            return (a.to(self.rounded) @ b.to(self.rounded)).to(self.dtype)
-        return a @ b
+            product = a.to(self.rounded) @ b.to(self.rounded)
+            return product.to(self.dtype) if out is None else out.copy_(product)
+        return torch.matmul(a, b, out=out)
 
     def total(self, *sums: Tensor) -> None:
         """Make sums over the inputs here sums over those of every rank, in place."""
         if self.group:
             add_up(self.group, *sums)
 
-    def outputs(self, y: Tensor, s: Tensor) -> Tensor:
+    def outputs(self, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
         """x_out = (y W_F1) W_F2 + s B_F2, [b, j, h], where y is already divided by sqrt(n_inp)."""
-        x_out = self.matmul(y * self.w.W_F1, self.w.W_F2.to(self.dtype))  # [b, j, h]
+        x_out = self.matmul(y * self.w.W_F1, self.w.W_F2.to(self.dtype), out)  # [b, j, h]
         return x_out.addcmul_(s[..., None], self.w.B_F2.to(self.dtype))  # [b, j, h]
 
-    def predicted(self, x_out: Tensor) -> Tensor:
+    def predicted(self, x_out: Tensor, out: Tensor | None = None) -> Tensor:
         """g = N(x_out) W_G1, [b, j, d]."""
-        return self.matmul(normalize(x_out), self.w.W_G1.to(self.dtype))  # [b, j, d]
+        return self.matmul(normalize(x_out), self.w.W_G1.to(self.dtype), out)  # [b, j, d]
 
     def scaled(self, g: Tensor) -> Tensor:
         """x_hat = W_G2 g + B_G2, [b, j, d]."""
@@ -104,27 +105,30 @@ class Problem:
         """grad_y [b, j, d] (of the sum itself) and grad_s [b, j] from grad_x_out [b, j, h]."""
         grad_u = self.matmul(grad_x_out, self.w.W_F2.mT.to(self.dtype))  # [b, j, d]
         u = y * self.w.W_F1  # [b, j, d]
-        grads.add("W_F1", over_samples(grad_u * y))  # [j, d]
         grads.add("W_F2", self.matmul(u.flatten(0, 1).mT, grad_x_out.flatten(0, 1)))  # [d, h]
+        grads.add("W_F1", over_samples(torch.mul(grad_u, y, out=u)))  # [j, d]
+        del u
         grads.add("B_F2", over_samples(s[..., None] * grad_x_out))  # [j, h]
-        grad_y = grad_u * self.w.W_F1 / self.sqrt_n_inp[..., None]  # [b, j, d]
-        return grad_y, (grad_x_out * self.w.B_F2).sum(-1)  # [b, j, d], [b, j]
+        grad_s = (grad_x_out * self.w.B_F2).sum(-1)  # [b, j]
+        return grad_u.mul_(self.w.W_F1).div_(self.sqrt_n_inp[..., None]), grad_s  # [b, j, d], [b, j]
 
     def predictions_backward(self, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: "Grads") -> Tensor:
         """grad_x_out [b, j, h] from grad_x_hat [b, j, d]."""
         grads.add("W_G2", over_samples(grad_x_hat * g))  # [j, d]
         grads.add("B_G2", over_samples(grad_x_hat))  # [j, d]
         grad_g = grad_x_hat * self.w.W_G2  # [b, j, d]
-        grad_v = self.matmul(grad_g, self.w.W_G1.mT.to(self.dtype))  # [b, j, h]
         v, size = x_out, x_out.shape[-1:]
         if size[0] > 1:
             v, mean, rstd = torch.native_layer_norm(
                 x_out, size, None, None, 1e-5
             )  # [b, j, h], [b, j, 1] twice
+        grads.add("W_G1", self.matmul(v.flatten(0, 1).mT, grad_g.flatten(0, 1)))  # [h, d]
+        grad_v = self.matmul(grad_g, self.w.W_G1.mT.to(self.dtype))  # [b, j, h]
+        del v, grad_g
+        if size[0] > 1:
             grad_v, _, _ = torch.ops.aten.native_layer_norm_backward(
                 grad_v, x_out, size, mean, rstd, None, None, [True, False, False]
             )  # [b, j, h]
-        grads.add("W_G1", self.matmul(v.flatten(0, 1).mT, grad_g.flatten(0, 1)))  # [h, d]
         return grad_v
 
 
