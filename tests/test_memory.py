@@ -1,5 +1,7 @@
 """What a layer stores for its backward pass: nothing of size i x j or i x d of its own."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -39,3 +41,18 @@ def test_pairs_are_kept_within_the_budget(keep_bytes):
 def test_the_reference_stores_pairs(n_inp):
     """So the tests above can fail."""
     assert largest_stored("reference", n_inp, keep_bytes=0) >= N_INP * N_OUT
+
+
+def test_few_matrices_of_each_sample_live_at_once():
+    """Of many small samples, what is [b, j, d] takes the most memory."""
+    layer = vr.VectorRouting(n_inp=None, n_out=64, d_inp=64, d_out=64, implementation="chunked")
+    layer.tuning = layer.tuning._replace(rows=8)  # two samples at a time
+    x_inp = torch.randn(64, 4, 64, requires_grad=True)  # [b, i, d]
+    grad = torch.randn(64, 64, 64)  # [b, j, h]
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as prof:
+        layer(x_inp).backward(grad)
+    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = max(itertools.accumulate(event.nbytes() for event in events))
+    assert peak <= 13 * grad.nbytes, peak / grad.nbytes
