@@ -92,10 +92,12 @@ def test_nothing_but_zeros(calls, nan_filled_memory):
     assert calls
 
 
-@pytest.mark.parametrize(("n_out", "d_inp"), [(129, 512), (5, 130), (5, 64)], ids=str)
-def test_other_shapes_go_another_way(n_out, d_inp, calls):
-    """Pairs that do not fit, rows of an odd size, less than a block of columns."""
-    assert_layer_as_good(make(2, 20, n_out, d_inp), torch.randn(20, d_inp))
+@pytest.mark.parametrize(
+    ("n_iters", "n_out", "d_inp"), [(2, 129, 512), (2, 5, 130), (2, 5, 64), (3, 5, 128)], ids=str
+)
+def test_other_shapes_go_another_way(n_iters, n_out, d_inp, calls):
+    """Pairs that do not fit, rows of an odd size, less than a block of columns, pairs that start anywhere."""
+    assert_layer_as_good(make(n_iters, 20, n_out, d_inp), torch.randn(20, d_inp))
     assert not calls
 
 
@@ -103,4 +105,5 @@ def test_other_memory_goes_another_way(calls):
     x_inp = torch.randn(20 * 128 + 1)[1:].view(20, 128).requires_grad_()
     make(2, 20, 5, 128)(x_inp).sum().backward()
     make(2, 20, 5, 128)(torch.randn(2, 20, 128, requires_grad=True)).sum().backward()
+    make(2, 20, 5, 128)(torch.randn(1, 128, requires_grad=True).expand(20, -1)).sum().backward()
     assert not calls

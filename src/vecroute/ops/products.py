@@ -122,17 +122,19 @@ def multiply_rows(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> Tensor:
 def has_halves(p: Problem, n_waiting: int, grad_x: Any, grad_W_A: Any) -> bool:
     """Whether ``fused_halves`` makes the gradient of x_inp: one sample of a fixed length, in tf32.
 
-    Pairs that wait in a row of grad_W_A must fit its first block of columns, which is written last.
+    Pairs that wait in a row of grad_W_A must fit its first block of columns, which is written last, and those
+    of every iteration start at a multiple of 16 bytes.
     """
     tf32 = p.implementation == "fused" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     fits = n_waiting <= 2 * HALVES["BLOCK_N"] <= 2 * p.x_inp.shape[-1]
+    aligned = n_waiting == 2 * p.n_out or p.n_out % 4 == 0
     large = p.x_inp[0], p.w.W_A, grad_x[0], grad_W_A  # [i, d] each
-    return tf32 and fits and all(fits_descriptor(t) for t in large)
+    return tf32 and fits and aligned and all(fits_descriptor(t) for t in large)
 
 
 def fits_descriptor(t: Tensor) -> bool:
-    """Whether a descriptor can be of [i, d] numbers: float32, every row from a multiple of 16 bytes on."""
-    aligned = t.data_ptr() % 16 == 0 and t.stride(0) % 4 == 0
+    """Whether a descriptor can be of [i, d] numbers: float32, each row after the other, 16 bytes aligned."""
+    aligned = t.data_ptr() % 16 == 0 and t.stride(0) % 4 == 0 and t.stride(0) >= t.shape[1]
     return t.dtype == torch.float32 and t.stride(1) == 1 and aligned
 
 
