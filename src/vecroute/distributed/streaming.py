@@ -212,9 +212,7 @@ class Streamed:
         with without_autocast(self.layer.W_F2):
             self.forward_pass(weights, self.x_hat, see_phi)
 
-    def backward_pass(
-        self, weights: Sequence[Tensor], x_hat, grad_y, grad_s, grads: Grads, trained
-    ) -> Tensor:
+    def backward_pass(self, weights: Sequence[Tensor], g, grad_y, grad_s, grads: Grads, trained) -> Tensor:
         """grad_x_hat [1, j, d] of an iteration; adds to the gradients by name and to those of ``trained``."""
         grad_x_hat, needed = torch.zeros_like(grad_y), bool(trained)  # [1, j, d]
         with together(self.layer.group, self.layer.check_ranks), closing(self.chunks()) as chunks:
@@ -225,14 +223,14 @@ class Streamed:
                 f = activations(p)  # [1, i]
                 into, grad_f = passes.InputGradient(p, 1, needed), torch.zeros_like(f)  # and [1, i]
                 kept = passes.new_kept(p, 1)
-                found = passes.backward_pass(p, x_hat, f, kept, grad_y, grad_s, into, grad_f, grads, True)
-                if x_hat is not None:
+                found = passes.backward_pass(p, g, f, kept, grad_y, grad_s, into, grad_f, grads, True)
+                if g is not None:
                     grad_x_hat += found  # [1, j, d]
                     activations_backward(p, grad_f * f * (1 - f), into.grad_x, grads)
                 if needed:
                     of_chunk = torch.autograd.grad(x, self.trained, into.grad_x, materialize_grads=True)
                     torch._foreach_add_(trained, list(of_chunk))
-        if self.layer.group and x_hat is not None:
+        if self.layer.group and g is not None:
             add_up(self.layer.group, grad_x_hat)
         return grad_x_hat
 
@@ -267,9 +265,9 @@ class Streamed:
         trained = [torch.zeros_like(parameter) for parameter in self.trained]
         with tf32_under_autocast(p):
             for t in reversed(range(self.n_iters)):
-                x_hat = p.scaled(state.g[t - 1]) if t > 0 else None  # [1, j, d]
+                g = state.g[t - 1] if t > 0 else None  # [1, j, d]
                 grad_y, grad_s = p.outputs_backward(grad, state.y[t], state.s[t], grads)  # [1, j, d], [1, j]
-                grad_x_hat = self.backward_pass(weights, x_hat, grad_y, grad_s, grads, trained)  # [1, j, d]
+                grad_x_hat = self.backward_pass(weights, g, grad_y, grad_s, grads, trained)  # [1, j, d]
                 if t > 0:
                     grad = p.predictions_backward(grad_x_hat, state.before[t - 1], state.g[t - 1], grads)
         return grads, trained

@@ -50,13 +50,12 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x
     into = passes.InputGradient(p, n_iters, need_grad_x, grads.get("W_A"))
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
-        x_hat = p.scaled(g[t - 1]) if t > 0 else None  # [b, j, d]
         grad_y, grad_s = p.outputs_backward(grad_x_out, y[t], s[t], grads)  # [b, j, d], [b, j]
         fresh = t == n_iters - 1
         grad_x_hat = passes.backward_pass(
-            p, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh
+            p, g[t - 1] if t > 0 else None, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh
         )  # [b, j, d]
-        del x_hat, grad_y  # of many small samples, what is [b, j, d] takes more memory than the rest
+        del grad_y  # of many small samples, what is [b, j, d] takes more memory than the rest
         if t > 0:
             p.total(grad_x_hat)
             grad_x_out = p.predictions_backward(grad_x_hat, before[t - 1], g[t - 1], grads)  # [b, j, h]

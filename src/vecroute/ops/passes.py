@@ -161,15 +161,19 @@ class InputGradient:
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
 
 
-def backward_pass(p: Problem, x_hat, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh) -> Tensor:
+def backward_pass(p: Problem, g, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh) -> Tensor:
     """Gradient of one iteration: adds to grad_f, grads and ``into``, and returns grad_x_hat [b, j, d].
 
     A fresh pass, the first of a backward, writes what has an i instead of adding to it.
     ``pairs`` = x M^T turn into phi, which belongs to grad_y, and the gradients of the other columns: one
     product with x_inp sums these over i, which is the gradient of M, one with M itself is grad_x.
     The pass of the first iteration leaves the gradient of W_A x_inp in grad_f.
+
+    Args:
+        g: [b, j, d] from ``predicted``, or None in the first iteration.
     """
-    first, room = x_hat is None, Room()
+    first, room = g is None, Room()
+    x_hat = None if first else p.scaled(g)  # [b, j, d]
     columns = Columns(p, x_hat, kept, grad_y, into.waits)
     n_summed = columns.n - p.n_out
     # In the first iteration these rows of M are the same for all samples.

@@ -84,7 +84,7 @@ class StreamedSteps:
             g = p.predicted(x_out)  # [b, j, d]
             grad_y, grad_s = p.outputs_backward(grad, y, s, grads)  # [b, j, d], [b, j]
             grad_x_hat = passes.backward_pass(
-                p, p.scaled(g), *shared, grad_y, grad_s, into, grad_f, grads, fresh=True
+                p, g, *shared, grad_y, grad_s, into, grad_f, grads, fresh=True
             )  # [b, j, d]
             p.total(grad_x_hat)
             grad_x_out = p.predictions_backward(grad_x_hat, x_out, g, grads)  # [b, j, h]
