@@ -384,3 +384,10 @@ def test_plain_calls_go_past_the_dispatcher(implementation, monkeypatch):
     for op in ("loop_op", "loop_backward_op"):
         monkeypatch.setattr(f"vecroute.ops.library.{op}", None)
     outcome(layer, x_inp)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_what_is_traced_is_an_operator():
+    """A function of Python could not be saved."""
+    layer, x_inp = make(9, 3, 5, 4, fixed=True, implementation="chunked"), torch.randn(9, 5)
+    assert "vecroute::loop" in str(torch.jit.trace(layer, x_inp, check_trace=False).inlined_graph)
