@@ -191,7 +191,9 @@ class Loop(torch.autograd.Function):
 
 def is_plain(x: Tensor) -> bool:
     """Whether autograd alone follows a call: then it goes past the dispatcher, as slow as a small loop."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._get_tracing_state() is not None:  # of torch.jit
         return False
     return type(x) in (Tensor, nn.Parameter) and not x.is_meta and not torch._C._len_torch_dispatch_stack()
 
