@@ -56,3 +56,15 @@ def test_few_matrices_of_each_sample_live_at_once():
     events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(itertools.accumulate(event.nbytes() for event in events))
     assert peak <= 13 * grad.nbytes, peak / grad.nbytes
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_gradients_keep_nothing_but_themselves(fixed):
+    """A gradient that is a view would keep what it is a view of as long as there is the gradient."""
+    sizes = {"n_inp": 6 if fixed else None, "n_out": 5, "d_inp": 8, "d_out": 3}
+    layer = vr.VectorRouting(**sizes, implementation="chunked")
+    layer(torch.randn(6, 8, requires_grad=True)).backward(torch.randn(5, 3))
+    matrices = {name: p.grad for name, p in layer.named_parameters() if p.dim() == 2 and p.grad is not None}
+    kept = {name: grad.untyped_storage().nbytes() / grad.nbytes for name, grad in matrices.items()}
+    assert len(kept) >= 8
+    assert kept == dict.fromkeys(kept, 1)

@@ -115,7 +115,7 @@ class Problem:
     def predictions_backward(self, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: "Grads") -> Tensor:
         """grad_x_out [b, j, h] from grad_x_hat [b, j, d]."""
         grads.add("W_G2", over_samples(grad_x_hat * g))  # [j, d]
-        grads.add("B_G2", over_samples(grad_x_hat))  # [j, d]
+        grads.add("B_G2", grad_x_hat.sum(0))  # [j, d], a view would keep more rows than these
         grad_g = grad_x_hat * self.w.W_G2  # [b, j, d]
         v, size = x_out, x_out.shape[-1:]
         if size[0] > 1:
