@@ -82,7 +82,8 @@ def inputs(p: Problem, chunk: Chunk) -> Tensor:
     x = p.x_inp[chunk.batch, chunk.rows]  # [b, i, d]
     if p.use is not None:
         x = x.where(use_of(p, chunk).any(-1, keepdim=True), 0)  # [b, i, d]
-    return x if x.is_cuda else x.to(operand_dtype(p))  # [b, i, d]
+    # On a GPU activations want float32 as it is; a product that wants it rounded does so.
+    return x if x.is_cuda and x.dtype == p.dtype else x.to(operand_dtype(p))  # [b, i, d]
 
 
 def use_of(p: Problem, chunk: Chunk) -> Tensor:
