@@ -37,6 +37,12 @@ def test_pairs_are_kept_within_the_budget(keep_bytes):
     assert stored == (2 * N_INP * N_OUT if keep_bytes >= 2 * N_INP * N_OUT * 4 else N_INP)
 
 
+@pytest.mark.parametrize("keep_bytes", [N_INP * N_OUT * 4 - 1, N_INP * N_OUT * 4])
+def test_dot_products_of_a_fixed_length_are_kept_within_the_budget(keep_bytes):
+    stored = largest_stored("chunked", N_INP, keep_bytes)
+    assert stored == (N_INP * N_OUT if keep_bytes >= N_INP * N_OUT * 4 else N_INP)
+
+
 @pytest.mark.parametrize("n_inp", [None, N_INP], ids=["variable", "fixed"])
 def test_the_reference_stores_pairs(n_inp):
     """So the tests above can fail."""

@@ -19,7 +19,8 @@ class Columns:
     - of a variable length c: c_sum and c_ign, or in the first iteration, where all outputs have the same R
       (unless pairs are masked), their one combination prior c_sum - c_ign; and there a_inp.
 
-    Of a fixed length c is None: ``p.pairs`` has the betas themselves. A c that is kept is computed once.
+    Of a fixed length c is None: ``p.pairs`` has the betas themselves. What is kept, c or the dot product, is
+    computed once.
 
     The results of a backward pass have the same columns. Where the gradient of c adds up over the iterations
     until the first (``adds_up``), it is c_sum and c_ign there, and is missing in the others.
@@ -32,16 +33,18 @@ class Columns:
         ``shared``, the same for the results. How many columns: ``n_computed``, and ``n`` for the results;
         ``n_c`` are those of c. Where: ``a`` is the column of a_inp.
         """
-        self.p, self.first, forward = p, x_hat is None, grad_y is None
+        self.p, self.first, self.forward = p, x_hat is None, grad_y is None
         self.flat = self.first and (p.use is None or p.use.shape[-1] == 1)
         self.kept: Any = kept if len(kept) else None
-        self.filling = forward and self.first and self.kept is not None
+        self.filling = self.forward and self.kept is not None and self.first == p.variable
         self.adds_up = adds_up and p.variable
         self.own = [m for m in (grad_y, scores_matrix(p, x_hat)) if m is not None]  # [b, j, d] each
         self.computed = self.shared = self.bias = None  # type: Any
         self.a = self.n = self.n_computed = n_own = len(self.own) * p.n_out
         self.n_c = 0
         if not p.variable:
+            if self.kept is not None and not self.first and not self.forward:
+                self.n_computed = p.n_out  # grad_phi alone
             return
         W, B = p.beta_rows  # [2 j, d], [2 j]
         W_c, B_c = (self._flatten(W, 0), self._flatten(B, 0)) if self.flat and not self.filling else (W, B)
@@ -50,7 +53,7 @@ class Columns:
             self.computed = self._with_activations(W_c, n_own)  # [q - k, d]
             self.n_computed += len(self.computed)
             self.bias = nnf.pad(B_c, (n_own, len(self.computed) - len(B_c)))  # [q]
-        if forward:
+        if self.forward:
             self.a += self.n_c
         elif self.first or not self.adds_up:
             W_c = W if self.adds_up else W_c  # [2 j or j, d]
@@ -85,6 +88,10 @@ class Columns:
         if n:
             multiply(p, x, M, self.bias, out=pairs[..., :n])
         if not p.variable:
+            if self.filling:
+                self.kept[at] = pairs  # [b, i, j]
+            elif n < len(self.own) * p.n_out:
+                pairs[..., n:] = self.kept[at]  # [b, i, j]
             return None
         if self.computed is None:
             c = self.kept[at]  # [b, i, 2 j]

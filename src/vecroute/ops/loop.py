@@ -34,7 +34,8 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     x_hat = None
     for t in range(n_iters):
         last = t == n_iters - 1
-        passes.forward_pass(p, x_hat, f_a_inp, kept, y[t], s[t], phi if last else None, outputs)
+        kept_t = passes.kept_in(p, kept, t)  # [b, i, k]
+        passes.forward_pass(p, x_hat, f_a_inp, kept_t, y[t], s[t], phi if last else None, outputs)
         p.total(y[t], s[t])
         y[t].div_(p.sqrt_n_inp[..., None])
         x_out = p.outputs(y[t], s[t], None if last else before[t])  # [b, j, h]
@@ -51,9 +52,10 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         grad_y, grad_s = p.outputs_backward(grad_x_out, y[t], s[t], grads)  # [b, j, d], [b, j]
+        g_t, kept_t = g[t - 1] if t > 0 else None, passes.kept_in(p, kept, t)  # [b, j, d], [b, i, k]
         fresh = t == n_iters - 1
         grad_x_hat = passes.backward_pass(
-            p, g[t - 1] if t > 0 else None, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh
+            p, g_t, f_a_inp, kept_t, grad_y, grad_s, into, grad_f, grads, fresh
         )  # [b, j, d]
         del grad_y  # of many small samples, what is [b, j, d] takes more memory than the rest
         if t > 0:

@@ -6,7 +6,7 @@ With c_sum = beta_use + beta_ign and c_ign = beta_ign, the coefficients of an it
 
 A pass multiplies x_inp with the rows of one matrix M (see ``Columns``), which gives ``pairs`` [b, i, q], all
 that depends on a pair i, j side by side. What is done to each pair is in ``p.pairs`` (``chunked``: plain
-PyTorch, ``fused``: Triton). Nothing of size i x j outlives its chunk but c_sum and c_ign, where they fit the
+PyTorch, ``fused``: Triton). Nothing of size i x j outlives its chunk but what is kept (``new_kept``), within a
 budget, and the pairs that wait in ``InputGradient``.
 """
 
@@ -34,11 +34,21 @@ FORWARD_SHARE = {False: 22, True: 30}
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
-    """Memory for c_sum and c_ign of every pair, [b, i, 2 j]; none if they cost no product or do not fit."""
+    """Memory for what is kept of every pair, [b, i, k]; none if it costs no product or does not fit.
+
+    Of a variable length that is c_sum and c_ign. Of a fixed length, on a CPU, the dot product of every
+    iteration but the first; a GPU multiplies as fast as it would read them.
+    """
     b, i = p.x_inp.shape[:2]
-    size = 2 * b * i * p.n_out * p.dtype.itemsize
-    keep = p.variable and n_iters > 1 and size <= p.tuning.keep_bytes
-    return p.x_inp.new_empty(b if keep else 0, i, 2 * p.n_out, dtype=p.dtype)  # [b, i, 2 j]
+    k = 2 * p.n_out if p.variable else (n_iters - 1) * p.n_out
+    keep = n_iters > 1 and b * i * k * p.dtype.itemsize <= p.tuning.keep_bytes
+    keep &= p.variable or p.x_inp.device.type == "cpu"
+    return p.x_inp.new_empty(b if keep else 0, i, k, dtype=p.dtype)  # [b, i, k]
+
+
+def kept_in(p: Problem, kept: Tensor, t: int) -> Tensor:
+    """What iteration t fills or reads of it."""
+    return kept if p.variable else kept[..., max(0, t - 1) * p.n_out : t * p.n_out]  # [b, i, k]
 
 
 def new_grads(p: Problem, n_iters: int) -> Grads:
@@ -63,7 +73,7 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
     Args:
         x_hat: [b, j, d] predicted inputs, or None in the first iteration.
         f_a_inp: [b, i] activations of the inputs.
-        kept: from ``new_kept``.
+        kept: from ``kept_in``.
         phi_out: [b, i, j] to fill with phi, or None.
         outputs: the columns of phi to write, None for all.
     """
@@ -171,6 +181,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, grad_y, grad_s, into, grad_f, gr
 
     Args:
         g: [b, j, d] from ``predicted``, or None in the first iteration.
+        kept: from ``kept_in``.
     """
     first, room = g is None, Room()
     x_hat = None if first else p.scaled(g)  # [b, j, d]
@@ -180,12 +191,12 @@ def backward_pass(p: Problem, g, f_a_inp, kept, grad_y, grad_s, into, grad_f, gr
     grad_M = grad_y.new_zeros(1 if first else len(grad_y), n_summed, grad_y.shape[-1])  # [b or 1, q - j, d]
     sums = grad_M.new_zeros(len(grad_y), n_summed)  # [b, q - j]
     samples: Any = None
-    n_pairs = columns.n_computed if into.waits else max(columns.n, columns.n_computed)
+    n_pairs = max(columns.n_computed, len(columns.own) * p.n_out, 0 if into.waits else columns.n)
     for chunk in chunks(p, n_pairs + into.n_besides(columns), into.share):
         at = chunk.batch, chunk.rows
         if samples != chunk.samples:
             samples = chunk.samples
-            computed = columns.matrix(samples, columns.computed)  # [b, q, d]
+            computed = columns.matrix(samples, columns.computed)[:, : columns.n_computed]  # [b, q, d]
             all_M = into.matrix(samples, columns)  # [b, w + q, d]
         x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
         pairs = room.take("pairs", f, *f.shape, n_pairs)  # [b, i, q]
