@@ -6,8 +6,8 @@ With c_sum = beta_use + beta_ign and c_ign = beta_ign, the coefficients of an it
 
 A pass multiplies x_inp with the rows of one matrix M (see ``Columns``), which gives ``pairs`` [b, i, q], all
 that depends on a pair i, j side by side. What is done to each pair is in ``p.pairs`` (``chunked``: plain
-PyTorch, ``fused``: Triton). Nothing of size i x j outlives its chunk but what is kept (``new_kept``), within a
-budget, and the pairs that wait in ``InputGradient``.
+PyTorch, ``fused``: Triton). Nothing of size i x j outlives its chunk but what is kept (``new_kept``), within
+a budget, and the pairs that wait in ``InputGradient``.
 """
 
 from typing import Any
