@@ -32,9 +32,8 @@ def input_gradient_kernel(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """grad_x = sum_t top_t (pairs_t M_t) + grad_a W_A and grad_W_A = grad_a x_inp; top_t are ascending."""
-    row = (
-        tl.program_id(0) // n_blocks * BLOCK_I
-    )  # neighbours share rows of pairs, which then come from the cache
+    # Neighbours share rows of pairs, which then come from the cache.
+    row = tl.program_id(0) // n_blocks * BLOCK_I
     column = (start + tl.program_id(0) % n_blocks) * BLOCK_N
     o_i = row.to(tl.int64) + tl.arange(0, BLOCK_I)
     m_i = o_i < n_rows
@@ -63,7 +62,7 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
     Args:
         waiting: [i, w] phi and the gradient of dot of every iteration but the first, in float16.
         phi: [i, j] of the first iteration, in float16.
-        M: [n, k] from ``halved``, top: [t, i].
+        M: [n, k] from ``halves_of``, top: [t, i].
         x, W_A: [i, n], grad_a: [i].
     """
     rows, columns, inner = HALVES["BLOCK_I"], HALVES["BLOCK_N"], HALVES["BLOCK_K"]

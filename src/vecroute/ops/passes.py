@@ -23,9 +23,10 @@ from vecroute.ops.products import (
     accumulate_over_inputs,
     add_sum,
     copy_columns,
-    halved,
+    halves_of,
     has_halves,
     operand_dtype,
+    row_weights,
 )
 
 # One part in so many of x_inp that buffers may take on a GPU, by whether the length is variable; more where
@@ -166,8 +167,9 @@ class InputGradient:
         all_columns = [*self.columns, columns] if columns.first else [columns]
         matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [b, q, d] each
         if self.halved:
-            M, self.weights = halved(matrices)  # [1, d, w + q], [q]
-            return M
+            weights = [row_weights(M) for M in matrices]  # [1, q, 1] each
+            self.weights = weights[-1].flatten()  # [q]
+            return halves_of(matrices, weights) if columns.first else matrices[0]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from vecroute.ops.problem import Problem
 
-MANY_OUTPUTS = 1024  # a million multiply-adds for every four bytes of x_inp
-# Blocks of ``fused_halves``, found by trial on one H200, for 1,000,000 rows.
+# Both found by trial on one H200: from how many outputs on bfloat16 pays for rounding float32 operands,
+MANY_OUTPUTS = 1024
+# and the blocks of ``fused_halves``, for 1,000,000 rows.
 HALVES = {"BLOCK_I": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 
 
@@ -139,16 +140,20 @@ def fits_descriptor(t: Tensor) -> bool:
     return t.dtype == torch.float32 and t.stride(1) == 1 and aligned
 
 
-def halved(matrices: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Matrices [1, q, d] one after another in float16, [1, d, k], and what rows of the last are divided by.
+def row_weights(M: Tensor) -> Tensor:
+    """The greatest of each row of M [1, q, d], [1, q, 1]; 1 where a GPU could not divide by it."""
+    greatest = M.abs().amax(-1, keepdim=True)  # [1, q, 1]
+    return greatest.masked_fill_(greatest < 1e-37, 1)
 
-    That is the greatest of a row, [q]. Each matrix is filled up with zeros to whole blocks of columns.
+
+def halves_of(matrices: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """Matrices [1, q, d] over their row weights, one after another in float16, [1, d, k].
+
+    Each is filled up with zeros to whole blocks of columns.
     """
-    weights = [M.abs().amax(-1, keepdim=True) for M in matrices]  # [1, q, 1] each
-    weights = [w.masked_fill_(w < 1e-37, 1) for w in weights]  # so that none is divided by 0
     block = HALVES["BLOCK_K"]
     halves = [
         nnf.pad((M / w).half(), (0, 0, 0, -M.shape[1] % block))
         for M, w in zip(matrices, weights, strict=True)
     ]  # [1, q, d] each
-    return torch.cat(halves, 1).mT.contiguous(), weights[-1].flatten()  # [1, d, w + q], [q]
+    return torch.cat(halves, 1).mT.contiguous()  # [1, d, k]

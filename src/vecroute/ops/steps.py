@@ -27,7 +27,7 @@ class StreamedSteps:
         )
         self.p = problem(self.x.detach(), [w.detach() for w in self.weights], *rest)
         self.f_a_inp = self.x.new_empty(self.x.shape[:2], dtype=self.p.dtype)  # [b, i]
-        self.kept = passes.new_kept(self.p, 2 if self.p.variable else 1)  # what is the same in all of them
+        self.kept = passes.new_kept(self.p, 2 if self.p.variable else 1)  # no dot products
         self.ij = x_inp.shape[:-1]  # without the j
         with torch.no_grad():
             first = self.forward(None)[0]  # [b, j, h]
