@@ -31,7 +31,8 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 TEXT = "A gorgeous, witty, seductive movie. The plot, though, is as thin as paper and the jokes fall flat."
 OTHER = "A gorgeous, witty, seductive movie. The plot, though, is deep and the jokes are hilarious."
 N_TEST = 400  # sentences in the report
-COLOURS = 64  # of an image: enough for pages, and small
+N_LINES = 8  # of the account of the second text
+COLOURS = 256  # of an image; with fewer, shades of blue become grey
 
 
 def write_report(classifier: RoutingClassifier, file: Path) -> None:
@@ -54,15 +55,15 @@ def served(model: Path) -> Iterator[str]:
             process.terminate()
 
 
-def photograph(page: Any, name: str, height: int | None = None, colours: int = COLOURS) -> None:
+def photograph(page: Any, name: str, height: int | None = None) -> None:
     """A picture of the page from its top, as high as the page or so many pixels, with few colours."""
     whole = Image.open(io.BytesIO(page.screenshot(full_page=True)))
     whole = whole.crop((0, 0, whole.width, min(height or whole.height, whole.height)))
-    keep(whole, name, colours)
+    keep(whole, name)
 
 
-def keep(image: Image.Image, name: str, colours: int) -> None:
-    few = image.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+def keep(image: Image.Image, name: str) -> None:
+    few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
     few.save(HERE / f"{name}.png", optimize=True)
     print(HERE / f"{name}.png", few.size, (HERE / f"{name}.png").stat().st_size)
 
@@ -89,15 +90,16 @@ def make_texts(playwright: Any, demo: Path) -> None:
             page.click("#compare")
             page.fill("#text-b", OTHER)
             page.wait_for_selector("#result-b h2")
-            page.hover("#result-a span:text-is('witty')")
-            photograph(page, "page", 760)
+            page.hover("#result-a span:text-is('thin')")  # its depths hide nothing of the text
+            line = page.locator("#result-b tbody tr").nth(N_LINES - 1).bounding_box()
+            photograph(page, "page", round(line["y"] + line["height"]))
         browser.close()
 
 
 def make_images(playwright: Any, demo: Path) -> None:
     """The maps of the demo, of the first held-out image of each shape, and the page with one of these."""
     with Image.open(demo / "maps.png") as maps:
-        keep(maps, "maps", 256)
+        keep(maps, "maps")
     browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
     page = browser.new_page(viewport={"width": 1100, "height": 900})
     with served(demo / "model") as address:
@@ -105,7 +107,7 @@ def make_images(playwright: Any, demo: Path) -> None:
         page.set_input_files("#file", next(iter(sorted((demo / "images/test/star").glob("*.png")))))
         page.wait_for_selector("#result-a h2")
         tables = page.locator("#result-a .columns").bounding_box()
-        photograph(page, "image-page", round(tables["y"]), colours=256)
+        photograph(page, "image-page", round(tables["y"]))
     browser.close()
 
 
