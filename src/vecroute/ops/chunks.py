@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import operand_dtype
 
 MOST_SAMPLES = 2**16 - 1  # CUDA has no more blocks in any dimension of a grid but the first
 
@@ -83,7 +82,7 @@ def inputs(p: Problem, chunk: Chunk) -> Tensor:
     if p.use is not None:
         x = x.where(use_of(p, chunk).any(-1, keepdim=True), 0)  # [b, i, d]
     # On a GPU activations want float32 as it is; a product that wants it rounded does so.
-    return x if x.is_cuda and x.dtype == p.dtype else x.to(operand_dtype(p))  # [b, i, d]
+    return x if x.is_cuda and x.dtype == p.dtype else x.to(p.operand_dtype)  # [b, i, d]
 
 
 def use_of(p: Problem, chunk: Chunk) -> Tensor:

@@ -25,7 +25,6 @@ from vecroute.ops.products import (
     copy_columns,
     halves_of,
     has_halves,
-    operand_dtype,
     row_weights,
 )
 
@@ -143,8 +142,8 @@ class InputGradient:
         (b, i, _), n_out = pairs.shape, columns.p.n_out
         if not self.waits:
             results = pairs[..., : columns.n]  # [b, i, q]
-            if not columns.p.variable and operand_dtype(columns.p) != pairs.dtype:  # only multiplied
-                rounded = pairs.new_empty(0, dtype=operand_dtype(columns.p))
+            if not columns.p.variable and columns.p.operand_dtype != pairs.dtype:  # only multiplied
+                rounded = pairs.new_empty(0, dtype=columns.p.operand_dtype)
                 results = room.take("results", rounded, *results.shape)  # [b, i, q]
             return results, results, results[..., columns.a - columns.n_c : columns.a]
         rows = self.place[chunk.batch, chunk.rows]  # [b, i, d]

@@ -12,6 +12,9 @@ from torch import Tensor
 from vecroute.ops.common import Weights, compute_dtype, normalize
 from vecroute.ops.group import add_up
 
+# From how many outputs on bfloat16 pays for rounding float32 operands, found by trial on one H200.
+MANY_OUTPUTS = 1024
+
 
 class Tuning(NamedTuple):
     """How a call is cut up: rows of a chunk (0: chosen from the shapes), bytes of i x j quantities kept."""
@@ -43,10 +46,25 @@ class Problem:
         """What is done to each pair i, j, as ``passes`` takes it: ``chunked`` or ``fused``."""
         return import_module(f"vecroute.ops.{self.implementation}")
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of everything but the operands of products."""
         return compute_dtype(self.x_inp.dtype)
+
+    @cached_property
+    def operand_dtype(self) -> torch.dtype:
+        """The dtype of the operands of large products.
+
+        On a CPU float16 is neither fast nor wide enough. On a GPU a float32 x_inp is not copied to be
+        rounded: tf32 products take it as it is, and round less than autocast would. With many outputs they
+        are bound by arithmetic, so that bfloat16 pays for the copy.
+        """
+        if self.x_inp.device.type == "cpu":
+            return self.dtype if self.rounded == torch.float16 else self.rounded
+        if self.x_inp.dtype == self.dtype:
+            many = self.rounded == torch.bfloat16 and self.n_out >= MANY_OUTPUTS
+            return self.rounded if many else self.dtype
+        return self.rounded
 
     @cached_property
     def offsets(self) -> list[int] | None:
@@ -58,7 +76,7 @@ class Problem:
         """[i]"""
         return self.x_inp.new_ones(self.x_inp.shape[1], dtype=self.dtype)
 
-    @property
+    @cached_property
     def variable(self) -> bool:
         return self.w.W_use is not None
 
@@ -69,7 +87,7 @@ class Problem:
         W = torch.cat(((w.W_use + w.W_ign).mT, w.W_ign.mT))  # [2 j, d]
         return W.to(self.dtype), torch.cat((w.B_use + w.B_ign, w.B_ign)).to(self.dtype)  # [2 j, d], [2 j]
 
-    @property
+    @cached_property
     def n_out(self) -> int:
         return self.w.W_F1.shape[0]
 

@@ -8,29 +8,13 @@ from torch import Tensor
 
 from vecroute.ops.problem import Problem
 
-# Both found by trial on one H200: from how many outputs on bfloat16 pays for rounding float32 operands,
-MANY_OUTPUTS = 1024
-# and the blocks of ``fused_halves``, for 1,000,000 rows.
+# The blocks of ``fused_halves``, found by trial on one H200 for 1,000,000 rows.
 HALVES = {"BLOCK_I": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
-
-
-def operand_dtype(p: Problem) -> torch.dtype:
-    """The dtype of the operands of large products.
-
-    On a CPU float16 is neither fast nor wide enough. On a GPU a float32 x_inp is not copied to be rounded:
-    tf32 products take it as it is, and round less than autocast would. With many outputs they are bound by
-    arithmetic, so that bfloat16 pays for the copy.
-    """
-    if p.x_inp.device.type == "cpu":
-        return p.dtype if p.rounded == torch.float16 else p.rounded
-    if p.x_inp.dtype == p.dtype:
-        return p.rounded if p.rounded == torch.bfloat16 and p.n_out >= MANY_OUTPUTS else p.dtype
-    return p.rounded
 
 
 def multiply(p: Problem, x: Tensor, M: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out [b, i, q] = x M^T + bias, for x [b, i, d], M [b or 1, q, d], and a bias [q] or None."""
-    rounded = operand_dtype(p)
+    rounded = p.operand_dtype
     if has_kernel(p, x, out) or rounded != p.dtype:
         product(p, x, M.to(rounded).expand(len(x), -1, -1).mT, out)
         if bias is not None:
@@ -50,7 +34,7 @@ def multiply(p: Problem, x: Tensor, M: Tensor, bias: Tensor | None, out: Tensor)
 
 def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Batched a @ b in p.dtype, its operands rounded where that is faster."""
-    rounded = operand_dtype(p)
+    rounded = p.operand_dtype
     a, b = a.to(rounded), b.to(rounded)
     if has_kernel(p, a, *([] if out is None else [out])):
         out = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out  # [b, i, j]
@@ -73,7 +57,7 @@ def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = Fals
 
 def accumulate_over_inputs(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
     """The same where the product is itself a sum over inputs: few rows of a, as long as there are inputs."""
-    if operand_dtype(p) == out.dtype:
+    if p.operand_dtype == out.dtype:
         out.baddbmm_(a.to(out.dtype), b.to(out.dtype), beta=0 if fresh else 1)
     else:
         add(out, product(p, a, b), fresh)
