@@ -39,11 +39,13 @@ def compile(kernel, num_warps, descriptors={}, **constants):
 blocks = {"BLOCK_I": 8, "BLOCK_J": 128, "TILES": 2, "VEC": 4, "T": tl.float32}
 fixed = {"FIRST": False, "FIXED": True, "FLAT": False, "MASKED": True, "TRANSPOSED": True, **blocks}
 variable = {"FIRST": True, "FIXED": False, "FLAT": True, "MASKED": False, "TRANSPOSED": False, **blocks}
+fixed["C_OF_ALL"], variable["C_OF_ALL"] = True, False
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=False, **fixed)
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=True, **variable)
-one_tile = fixed | {"TILES": 1}
-compile(fused_pairs.coefficients_backward_kernel, 8, PRIOR=0.01, ADDS_UP=False, HALVED=True, **one_tile)
-compile(fused_pairs.coefficients_backward_kernel, 8, PRIOR=0.01, ADDS_UP=True, HALVED=False, **variable)
+whole = {"RESULTS_OF_ALL": True, "GRADS_OF_ALL": True, "PRIOR": 0.01}
+one_tile = fixed | whole | {"TILES": 1}
+compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=False, HALVED=True, **one_tile)
+compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable, **whole)
 compile(fused_pairs.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 compile(fused_pairs.activations_backward_kernel, 4, GRAD_X=True, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 sizes = {"BLOCK_I": 64, "BLOCK_N": 64, "BLOCK_K": 32}

@@ -8,52 +8,75 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops.chunks import Chunk, Room, use_of
+from vecroute.ops.chunks import Chunk, Room, of_chunk, use_of
 from vecroute.ops.problem import Problem, over_samples
 from vecroute.ops.products import accumulate, add
 
 
-def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> Tensor:
-    """phi of a chunk, [b, i, j].
+def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, room: Room):
+    """phi of chunks like the given one, [b, i, j], and what fills it, a function of a chunk.
 
     Args:
         c: [b, i, 2 j] c_sum and c_ign, or [b, i, j] their combination under the flat prior; None if fixed.
+            Of the chunk, or of all rows.
         dot: [b, i, j] x_inp times ``scores_matrix``, or None in the first iteration.
-        a: [b, i] x_inp times W_A, in the first iteration of a variable length, else None.
-        f: [b, i] activations, to fill if there is an a.
-        room: where to put what lives in this chunk.
+        a: [b, i, 1 or more] x_inp times W_A, in the first iteration of a variable length, else None.
+        f: [b, i] activations of all rows, to fill if there is an a.
+        room: where to put what lives in a chunk.
     """
-    if a is not None:
-        torch.addcdiv(p.w.B_A.to(p.dtype), a, p.sqrt_n_inp[chunk.samples], out=f).sigmoid_()  # [b, i]
-    c_sum, c_ign = betas(p, chunk, c, dot is None, room)  # [b or 1, i, j] each
-    use: Any = None if p.use is None else use_of(p, chunk)  # [b, i, j or 1]
-    if c_ign is None:
-        phi = torch.mul(c_sum, f[..., None], out=room.take("R", f, *f.shape, p.n_out))  # [b, i, j]
-    else:
-        R, _ = responsibilities(p, chunk, dot, use, f, room)  # [b, i, j]
-        phi = R.mul_(c_sum).sub_(c_ign).mul_(f[..., None])  # [b, i, j]
-    return phi if use is None else phi.mul_(use)  # [b, i, j]
+    phi = room.take("R", f, *like.shape, p.n_out)  # [b, i, j]
+
+    def fill(chunk: Chunk) -> None:
+        f_chunk = of_chunk(f, chunk)  # [b, i]
+        if a is not None:
+            B_A = p.w.B_A.to(p.dtype)  # [1]
+            torch.addcdiv(B_A, a[..., 0], p.sqrt_n_inp[chunk.samples], out=f_chunk).sigmoid_()
+        c_chunk = None if c is None else of_chunk(c, chunk)  # [b, i, 2 j or j]
+        c_sum, c_ign = betas(p, chunk, c_chunk, dot is None, room)  # [b or 1, i, j] each
+        use: Any = None if p.use is None else use_of(p, chunk)  # [b, i, j or 1]
+        if c_ign is None:
+            torch.mul(c_sum, f_chunk[..., None], out=phi)
+        else:
+            responsibilities(p, chunk, dot, use, phi, room)
+            phi.mul_(c_sum).sub_(c_ign).mul_(f_chunk[..., None])
+        if use is not None:
+            phi.mul_(use)
+
+    return phi, fill
 
 
 def coefficients_backward(
-    p: Problem, chunk: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, into, room
-) -> Tensor:
-    """Turn pairs [b, i, q] into phi and the gradients of its other columns.
+    p: Problem, like: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, into, room
+):
+    """What turns pairs [b, i, q] into phi and the gradients of its other columns, a function of a chunk.
 
     Adds to grad_f [b, i], and of a fixed length to the gradients of the betas, W_S and B_S; at last, in the
     first iteration, grad_f becomes the gradient of W_A x_inp.
 
     Args:
-        c: as above.
-        results: where they go, [b, i, q]; may be pairs itself.
+        like, c: as above.
+        results: where they go, [b, i, q], of the chunk or of all rows; may be pairs itself.
         grad_c: [b, i, 2 j or j], where the gradient of c goes; added to where it adds up.
         columns: the ``Columns`` of the pass, which say which is which.
+        f, grad_f: [b, i], of all rows.
         grad_s: [b, j].
         into: the ``InputGradient``, which says whether results are halved.
 
     Returns:
-        All of the results but phi, [b, i, q - j].
+        All of the results but phi, [b, i, q - j], and that function.
     """
+
+    def fill(chunk: Chunk) -> None:
+        rows = (None if t is None else of_chunk(t, chunk) for t in (c, results, grad_c, f, grad_f))
+        turn(p, chunk, pairs, columns, grad_s, grads, fresh, room, *rows)
+
+    return results[..., p.n_out :], fill  # [b, i, q - j]
+
+
+def turn(
+    p: Problem, chunk: Chunk, pairs, columns, grad_s, grads, fresh, room: Room, c, results, grad_c, f, grad_f
+) -> None:
+    """The same, of one chunk: the last five have no other rows."""
     n_out, shape = p.n_out, (*f.shape, p.n_out)
     use: Any = None if p.use is None else use_of(p, chunk)  # [b, i, j or 1]
     dot = None if columns.first else pairs[..., n_out : 2 * n_out]  # [b, i, j]
@@ -64,7 +87,8 @@ def coefficients_backward(
     if c_ign is None:
         u.copy_(c_sum)  # results may go where it is
     else:
-        R, one_minus_f = responsibilities(p, chunk, dot, use, f, room)  # [b, i, j] each
+        R = room.take("R", f, *shape)  # [b, i, j]
+        one_minus_f = responsibilities(p, chunk, dot, use, R, room)  # [b, i, j]
         R_c = torch.mul(R, c_sum, out=room.take("R c", f, *shape))  # [b, i, j]
         torch.sub(R_c, c_ign, out=u)
     if use is not None:
@@ -89,7 +113,6 @@ def coefficients_backward(
     torch.mul(u, f[..., None], out=results[..., :n_out])
     if columns.first:
         activations_backward(p, chunk, f, grad_f, results[..., columns.a :] if p.variable else None)
-    return results[..., n_out:]  # [b, i, q - j]
 
 
 def betas(p: Problem, chunk: Chunk, c, first: bool, room: Room) -> tuple[Tensor, Any]:
@@ -119,22 +142,21 @@ def betas_backward(p: Problem, chunk: Chunk, grad_sum, grad_ign, grads, fresh: b
         grads["beta_ign"][chunk.rows] -= over_samples(grad_ign)
 
 
-def responsibilities(p: Problem, chunk: Chunk, dot, use, f: Tensor, room: Room) -> tuple[Tensor, Any]:
-    """R = f(z) / sum_j f(z), 0 at unused pairs, and 1 - f(z), or None in the first; [b, i, j] each in room.
+def responsibilities(p: Problem, chunk: Chunk, dot, use, out: Tensor, room: Room) -> Any:
+    """Fill out [b, i, j] with R = f(z) / sum_j f(z), 0 at unused pairs; and give 1 - f(z), None in the first.
 
     f(z) = 1 / (1 + exp(-z)) is divided by exp(m), with m the greatest z of the row if that is negative, so
     that a row of very negative z is not 0 / 0. The bounds of m - z are far below any digit of R.
     """
-    out = room.take("R", f, *f.shape, p.n_out)  # [b, i, j]
     if dot is None:
         out.fill_(p.prior)
         if use is not None:
             out.copy_(use)
             out /= out.sum(-1, keepdim=True).clamp_(min=1)  # [b, i, j]
-        return out, None
+        return None
     i = slice(None) if p.variable else chunk.rows
     W_S, B_S = p.w.W_S[i].to(p.dtype), p.w.B_S[i].to(p.dtype)  # [1 or i, j]
-    z = room.take("z", f, *dot.shape)  # [b, i, j]
+    z = room.take("z", out, *dot.shape)  # [b, i, j]
     if p.variable:
         torch.add(dot, B_S, out=z)
     else:
@@ -147,7 +169,7 @@ def responsibilities(p: Problem, chunk: Chunk, dot, use, f: Tensor, room: Room) 
     if use is not None:
         t.masked_fill_(~use, 0)
     t /= t.sum(-1, keepdim=True).clamp_(min=torch.finfo(t.dtype).tiny)  # [b, i, j]
-    return t, one_minus_f
+    return one_minus_f
 
 
 def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, out: Tensor, grads, fresh) -> None:

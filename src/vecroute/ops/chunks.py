@@ -1,7 +1,8 @@
 """Chunks of the inputs: which rows go together, their x_inp and masks, and memory for what they need."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,11 @@ class Chunk(NamedTuple):
     samples: slice
     batch: slice
     rows: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many samples, and rows of each."""
+        return self.samples.stop - self.samples.start, self.rows.stop - self.rows.start
 
 
 def chunks(p: Problem, row: int, share: int) -> Iterator[Chunk]:
@@ -40,6 +46,26 @@ def chunks(p: Problem, row: int, share: int) -> Iterator[Chunk]:
         samples = slice(b, min(b + together, n_samples))
         for rows in parts(0, n_rows, size):
             yield Chunk(samples, samples, rows)
+
+
+def alike(all_chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """Chunks that follow each other and have the same samples and as many rows.
+
+    What does not depend on which rows is made once for all of them: on a GPU it takes the host as long as the
+    work itself.
+    """
+    for _, same in groupby(all_chunks, lambda chunk: (chunk.samples, chunk.shape)):
+        yield list(same)
+
+
+def of_chunk(t: Tensor, chunk: Chunk) -> Tensor:
+    """The rows of a chunk in a tensor of its samples, [b, i, ...], which may have no others."""
+    return t[:, chunk.rows] if has_all_rows(t, chunk) else t
+
+
+def has_all_rows(t: Tensor, chunk: Chunk) -> bool:
+    """Whether a tensor of the samples of a chunk, [b, i, ...], has more rows than those of the chunk."""
+    return t.shape[1] != chunk.shape[1]
 
 
 def parts(start: int, end: int, size: int) -> Iterator[slice]:
@@ -87,5 +113,10 @@ def inputs(p: Problem, chunk: Chunk) -> Tensor:
 
 def use_of(p: Problem, chunk: Chunk) -> Tensor:
     """The used pairs of a chunk, [b or 1, i, j or 1]."""
+    return use_of_samples(p, chunk)[:, chunk.rows]
+
+
+def use_of_samples(p: Problem, chunk: Chunk) -> Tensor:
+    """The same of all rows of its samples."""
     assert p.use is not None
-    return p.use[chunk.batch if len(p.use) > 1 else slice(None), chunk.rows]
+    return p.use[chunk.batch] if len(p.use) > 1 else p.use

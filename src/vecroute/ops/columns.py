@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from vecroute.ops.chunks import Chunk, Room
+from vecroute.ops.chunks import Chunk, Room, of_chunk
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import multiply
+from vecroute.ops.products import multiplier
 
 
 class Columns:
@@ -82,25 +82,36 @@ class Columns:
             rows.append(shared.expand(len(rows[0]) if rows else 1, -1, -1))  # [b, q - k, d]
         return torch.cat(rows, 1) if len(rows) > 1 else rows[0] if rows else None
 
-    def multiply(self, pairs: Tensor, x: Tensor, M, chunk: Chunk, room: Room):
-        """Fill pairs [b, i, q] with x M^T and the bias, and give c [b, i, 2 j or j] (None if fixed)."""
-        p, n, at = self.p, self.n_computed, (chunk.batch, chunk.rows)
-        if n:
-            multiply(p, x, M, self.bias, out=pairs[..., :n])
-        if not p.variable:
+    def products(self, pairs: Tensor, M, like: Chunk, room: Room):
+        """What chunks like the given one have of c, and what fills pairs [b, i, q] with x M^T and the bias.
+
+        Returns:
+            c [b, i, 2 j or j], of all rows where it is kept (None if fixed), and a function of a chunk and x.
+        """
+        p, n = self.p, self.n_computed
+        multiply = multiplier(p, M, self.bias, pairs[..., :n]) if n else None
+        kept = None if self.kept is None else self.kept[like.batch]  # [b, i, k]
+        c: Any = None
+        if self.computed is not None:
+            n_own = n - len(self.computed)
+            c = pairs[..., n_own : n_own + self.n_c]  # [b, i, 2 j or j]
+        elif p.variable:
+            c = room.take("c", pairs, *like.shape, p.n_out) if self.flat else kept  # [b, i, j or 2 j]
+
+        def fill(chunk: Chunk, x: Tensor) -> None:
+            if multiply is not None:
+                multiply(x)
+            if kept is None:
+                return
+            rows = of_chunk(kept, chunk)  # [b, i, k]
             if self.filling:
-                self.kept[at] = pairs  # [b, i, j]
-            elif n < len(self.own) * p.n_out:
-                pairs[..., n:] = self.kept[at]  # [b, i, j]
-            return None
-        if self.computed is None:
-            c = self.kept[at]  # [b, i, 2 j]
-            return self._flatten(c, -1, room.take("c", c, *c.shape[:-1], p.n_out)) if self.flat else c
-        n_own = n - len(self.computed)
-        c = pairs[..., n_own : n_own + self.n_c]  # [b, i, 2 j or j]
-        if self.filling:
-            self.kept[at] = c
-        return c
+                rows.copy_(c if p.variable else pairs)
+            elif not p.variable:
+                pairs[..., n:] = rows  # [b, i, j]
+            elif self.flat:
+                self._flatten(rows, -1, c)
+
+        return c, fill
 
     def finish(self, grad_M: Tensor, sums: Tensor, x_hat, grads) -> Tensor:
         """Hand over the gradients of the parameters in M, and return grad_x_hat [b, j, d], if there is one.

@@ -1,11 +1,13 @@
 """What is done to each pair i, j of a chunk, by the kernels of ``fused_pairs``."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.chunks import Chunk, Room, use_of
+from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
 from vecroute.ops.fused_halves import input_gradient
 from vecroute.ops.fused_pairs import (
     activations_backward_kernel,
@@ -43,98 +45,99 @@ def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
     return {"VEC": vec, **{name: size // vec for name, size in sizes.items()}}
 
 
-def pair_arguments(p: Problem, chunk: Chunk, c, f: Tensor, first: bool, strides: dict[str, int]) -> dict:
-    """What both kernels over pairs take alike, and the given strides."""
-    b, i = f.shape
+def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: dict[str, int]) -> dict:
+    """What both kernels over pairs take alike, but where a chunk starts, and the given strides."""
     fixed, flat = c is None, c is not None and c.shape[-1] == p.n_out
     if fixed:
-        c_sum, c_ign = p.w.beta_use[chunk.rows], p.w.beta_ign[chunk.rows]  # [i, j]
-        W_S, B_S = p.w.W_S[chunk.rows], p.w.B_S[chunk.rows]  # [i, j]
-        strides |= {"c_b": 0, "c_i": p.n_out, "S_i": p.n_out}
+        c_sum, c_ign = p.w.beta_use.expand(len(f), -1, -1), p.w.beta_ign  # [b, i, j], [i, j]
     else:
         c_sum, c_ign = c, c if flat else c[..., p.n_out :]  # [b, i, j]
-        W_S, B_S = p.w.W_S, p.w.B_S  # [1, j]
-        strides |= {"c_b": c.stride(0), "c_i": c.stride(1), "S_i": 0}
+    strides |= {"c_b": c_sum.stride(0), "c_i": c_sum.stride(1)}
     use, use_strides = f, [0, 0, 0]
     if p.use is not None:
-        use = use_of(p, chunk).view(torch.uint8).expand(b, i, p.n_out)  # [b, i, j]
+        use = use_of_samples(p, like).view(torch.uint8).expand(*f.shape, p.n_out)  # [b, i, j]
         use_strides = list(use.stride())
     return {
-        "c_sum": c_sum, "c_ign": c_ign, "W_S": W_S, "B_S": B_S, "use": use, "f": f, "n_inp": i,
-        "sqrt_n_inp": p.sqrt_n_inp[chunk.samples], "f_b": f.stride(0),
+        "c_sum": c_sum, "c_ign": c_ign, "W_S": p.w.W_S, "B_S": p.w.B_S, "use": use, "f": f,
+        "sqrt_n_inp": p.sqrt_n_inp[like.samples], "n_inp": like.shape[1], "f_b": f.stride(0),
         "use_b": use_strides[0], "use_i": use_strides[1], "use_j": use_strides[2],
         "FIRST": first, "FIXED": fixed, "FLAT": flat, "MASKED": p.use is not None,
-        "TRANSPOSED": transposes(p, f),
+        "TRANSPOSED": transposes(p, like), "C_OF_ALL": has_all_rows(c_sum, like),
         "T": triton_dtype(p), **in_units(strides, p.n_out),
     }  # fmt: skip
 
 
-def transposes(p: Problem, f: Tensor) -> bool:
+def transposes(p: Problem, like: Chunk) -> bool:
     """Whether what is to be summed over i has its neighbours in i, which sums like best if it is aligned.
 
     With many outputs a block has too few rows to write them side by side.
     """
-    return f.shape[1] % 4 == 0 and p.n_out <= 256
+    return like.shape[1] % 4 == 0 and p.n_out <= 256
 
 
-def to_be_summed(p: Problem, name: str, f: Tensor, like: Tensor, room: Room) -> Tensor:
+def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, room: Room) -> Tensor:
     """Room for [b, i, j] numbers of the dtype of another tensor."""
-    (b, i), j = f.shape, p.n_out
-    return room.take(name, like, b, j, i).mT if transposes(p, f) else room.take(name, like, b, i, j)
+    (b, i), j = chunk.shape, p.n_out
+    return room.take(name, like, b, j, i).mT if transposes(p, chunk) else room.take(name, like, b, i, j)
 
 
-def coefficients(p: Problem, chunk: Chunk, c, dot, a, f: Tensor, room: Room) -> Tensor:
+def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, room: Room):
     """As ``chunked.coefficients``."""
-    phi = to_be_summed(p, "phi", f, f, room)  # [b, i, j]
-    strides = {} if dot is None else {"dot_b": dot.stride(0), "dot_i": dot.stride(1)}
-    arguments = {"dot_b": 0, "dot_i": 0} | pair_arguments(p, chunk, c, f, dot is None, strides)
-    a_b, a_i = (0, 0) if a is None else a.stride()
+    b, i = like.shape
+    phi = to_be_summed(p, "phi", like, f, room)  # [b, i, j]
+    linear = a if dot is None else dot  # [b, i, 1 to 8 or j]
+    strides = {"dot_i": 0 if linear is None else linear.stride(1)}
     blocks = blocks_of_pairs(p.n_out)
-    coefficients_kernel[-(-f.shape[1] // blocks["BLOCK_I"]), f.shape[0]](
-        dot=f if dot is None else dot, a=f if a is None else a, B_A=p.w.B_A, phi=phi, a_b=a_b, a_i=a_i,
-        ACTIVATE=a is not None, **arguments, **blocks,
+    launch = partial(
+        coefficients_kernel[-(-i // blocks["BLOCK_I"]), b], dot=f if linear is None else linear, B_A=p.w.B_A,
+        phi=phi, ACTIVATE=a is not None, **pair_arguments(p, like, c, f, dot is None, strides), **blocks,
     )  # fmt: skip
-    return phi
+    return phi, lambda chunk: launch(start=chunk.rows.start)
 
 
 def coefficients_backward(
-    p: Problem, chunk: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, into, room
-) -> Tensor:
+    p: Problem, like: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, into, room
+):
     """As ``chunked.coefficients_backward``."""
-    n_out, (b, i), first = p.n_out, f.shape, columns.first
+    n_out, (b, i), first = p.n_out, like.shape, columns.first
     names = ("beta_use", "beta_ign") if first else ("beta_use", "beta_ign", "W_S", "B_S")
     if c is not None:
         fresh = fresh or not columns.adds_up
         of_pairs = [grad_c, grad_c if grad_c.shape[-1] == n_out else grad_c[..., n_out:]]  # [b, i, j] each
     elif b == 1:
-        of_pairs = [grads[name][None, chunk.rows] for name in names]  # [1, i, j] each
+        of_pairs = [grads[name][None] for name in names]  # [1, i, j] each
     else:
         # One part per sample, summed below: no two programs write to one place.
         of_pairs = list(f.new_empty(len(names), b, i, n_out))  # [b, i, j] each
     if c is None:
-        fresh = fresh and chunk.samples.start == 0
-    strides = {"grad_c_b": of_pairs[0].stride(0), "grad_c_i": of_pairs[0].stride(1)}
-    strides |= {"pairs_b": pairs.stride(0), "pairs_i": pairs.stride(1)}
-    strides |= {"results_b": results.stride(0), "results_i": results.stride(1)}
-    arguments = pair_arguments(p, chunk, c, f, first, strides)
-    blocks = blocks_of_pairs(n_out, 2048 if first else 1024, num_warps=8)
-    prior = p.prior if columns.adds_up and columns.flat else 0.0  # compiled for each that is needed
-    tops = into.top[len(into.columns) :, chunk.rows] if into.halved else f  # [2 or more, i]
+        fresh = fresh and like.samples.start == 0
     to_sum = results[..., n_out:]  # [b, i, q - j]
     if c is None and not first:
-        to_sum = to_be_summed(p, "grad_dot", f, f if into.halved else results, room)  # [b, i, j]
-    coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b](
+        to_sum = to_be_summed(p, "grad_dot", like, f if into.halved else results, room)  # [b, i, j]
+    strides = {"grad_c_b": of_pairs[0].stride(0), "grad_c_i": of_pairs[0].stride(1)}
+    strides |= {"results_b": results.stride(0), "results_i": results.stride(1), "pairs_i": pairs.stride(1)}
+    blocks = blocks_of_pairs(n_out, 2048 if first else 1024, num_warps=8)
+    tops = into.top[len(into.columns) :] if into.halved else f  # [2 or more, i]
+    launch = partial(
+        coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b],
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
-        fresh=int(fresh or (c is None and b > 1)), PRIOR=prior, ADDS_UP=columns.adds_up,
-        grad_s_b=grad_s.stride(0), grad_f_b=grad_f.stride(0),
-        grad_dot=to_sum, n_a=results.shape[-1] - columns.a, weights=into.weights if into.halved else f,
-        tops=tops, tops_t=tops.stride(0), HALVED=into.halved, **arguments, **blocks,
+        fresh=int(fresh or (c is None and b > 1)), ADDS_UP=columns.adds_up,
+        PRIOR=p.prior if columns.adds_up and columns.flat else 0.0,  # compiled for each that is needed
+        grad_s_b=grad_s.stride(0), grad_dot=to_sum,
+        n_a=results.shape[-1] - columns.a, weights=into.weights if into.halved else f, tops=tops,
+        tops_t=tops.stride(0), HALVED=into.halved, RESULTS_OF_ALL=has_all_rows(results, like),
+        GRADS_OF_ALL=has_all_rows(of_pairs[0], like), **blocks,
+        **pair_arguments(p, like, c, f, first, strides),
     )  # fmt: skip
-    if c is None and b > 1:
-        for name, part in zip(names, of_pairs, strict=True):
-            add(grads[name][chunk.rows], part.sum(0), fresh)  # [i, j]
-    return to_sum
+
+    def fill(chunk: Chunk) -> None:
+        launch(start=chunk.rows.start)
+        if c is None and b > 1:
+            for name, part in zip(names, of_pairs, strict=True):
+                add(grads[name][chunk.rows], part.sum(0), fresh)  # [i, j]
+
+    return to_sum, fill
 
 
 def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:

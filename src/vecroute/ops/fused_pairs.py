@@ -79,27 +79,28 @@ def to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED: tl.constexpr):
     return (b * n_inp + o_i) * n_out + o_j
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def coefficients_kernel(
-    dot,  # [b, i, j] x_inp times x_hat; where FIRST not read
+    dot,  # [b, i, j] x_inp times x_hat; where ACTIVATE [b, i, ...] first x_inp times W_A; where FIRST else not read
     c_sum,  # [b, i, j], or beta_use [i, j] where FIXED; where FLAT the flat c
     c_ign,  # the same of c_ign; where FLAT not read
     W_S,  # [i, j] where FIXED, else not read
     B_S,  # [i, j], or [1, j] with row stride 0
     use,  # [b, i, j] where MASKED
     f,  # [b, i], filled where ACTIVATE
-    a,  # [b, i] x_inp times W_A, where ACTIVATE
     B_A,  # [1]
     sqrt_n_inp,  # [b]
     phi,  # [b, i, j] the result
-    n_inp,
+    start,  # the first row of the chunk, in what has all of them: f, use, W_S and B_S where FIXED, c where C_OF_ALL
+    n_inp,  # rows of the chunk
     n_out,
-    dot_b, dot_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, a_b, a_i,  # strides
+    dot_i, c_b, c_i, use_b, use_i, use_j, f_b,  # strides; samples of dot follow each other
     ACTIVATE: tl.constexpr,
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
     MASKED: tl.constexpr,
+    C_OF_ALL: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # of what is to be summed over i
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -112,14 +113,17 @@ def coefficients_kernel(
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
     b = tl.program_id(1).to(tl.int64)
     m_i = o_i < n_inp
-    o_dot, o_c, o_S = (b * dot_b + o_i * dot_i) * VEC, (b * c_b + o_i * c_i) * VEC, o_i * S_i * VEC
-    o_use = b * use_b + o_i * use_i
+    o_row = start + o_i
+    o_S, o_use = o_row * (n_out if FIXED else 0), b * use_b + o_row * use_i
+    o_dot = (b * n_inp + o_i) * dot_i * VEC
+    o_c = o_S if FIXED else (b * c_b + (o_row if C_OF_ALL else o_i) * c_i) * VEC
+    p_f = f + b * f_b + o_row
     if ACTIVATE:
-        b_a = tl.load(a + b * a_b + o_i * a_i, mask=m_i, other=0.0).to(T) / tl.load(sqrt_n_inp + b)
+        b_a = tl.load(dot + o_dot, mask=m_i, other=0.0).to(T) / tl.load(sqrt_n_inp + b)
         b_f = 1.0 / (1.0 + tl.exp(-(b_a + tl.load(B_A).to(T))))
-        tl.store(f + b * f_b + o_i, b_f, mask=m_i)
+        tl.store(p_f, b_f, mask=m_i)
     else:
-        b_f = tl.load(f + b * f_b + o_i, mask=m_i, other=0.0).to(T)
+        b_f = tl.load(p_f, mask=m_i, other=0.0).to(T)
     if not FLAT:
         top, scale = normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED, MASKED,
                                 BLOCK_I, BLOCK_J, T)  # fmt: skip
@@ -147,7 +151,7 @@ def add_to(pointer, value, mask, fresh, T: tl.constexpr):
     tl.store(pointer, (before + value).to(pointer.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def coefficients_backward_kernel(
     pairs,  # [b, i, 2 j] grad_phi and dot; where FIRST [b, i, j]
     results,  # the same for phi and the gradient of dot; may be pairs itself
@@ -164,9 +168,8 @@ def coefficients_backward_kernel(
     weights,  # [2 j or j] what HALVED results are multiplied with
     tops,  # [2, i] the greatest of a row before, and now: by that they are divided
     fresh,  # whether these gradients are stored instead of added to
-    n_inp,
-    n_out,
-    pairs_b, pairs_i, results_b, results_i, c_b, c_i, S_i, use_b, use_i, use_j, f_b, grad_s_b, grad_f_b, grad_c_b,
+    start, n_inp, n_out,  # as above; grad_f and tops have all rows too
+    pairs_i, results_b, results_i, c_b, c_i, use_b, use_i, use_j, f_b, grad_s_b, grad_c_b,
     grad_c_i, n_a, tops_t,
     PRIOR: tl.constexpr,  # an argument would be rounded to float32
     ADDS_UP: tl.constexpr,  # whether a flat c has the gradients of c_sum and c_ign
@@ -174,6 +177,9 @@ def coefficients_backward_kernel(
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
     MASKED: tl.constexpr,
+    C_OF_ALL: tl.constexpr,
+    RESULTS_OF_ALL: tl.constexpr,
+    GRADS_OF_ALL: tl.constexpr,  # grad_sum, grad_ign, grad_W_S and grad_B_S
     HALVED: tl.constexpr,  # results in float16, where FIXED and all outputs are one tile
     TRANSPOSED: tl.constexpr,  # of what is to be summed over i
     BLOCK_I: tl.constexpr,
@@ -187,10 +193,13 @@ def coefficients_backward_kernel(
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
     b = tl.program_id(1).to(tl.int64)
     m_i = o_i < n_inp
-    o_pairs, o_c, o_S = (b * pairs_b + o_i * pairs_i) * VEC, (b * c_b + o_i * c_i) * VEC, o_i * S_i * VEC
-    o_grad_c, o_use = (b * grad_c_b + o_i * grad_c_i) * VEC, b * use_b + o_i * use_i
-    o_dot, o_results = o_pairs + n_out, (b * results_b + o_i * results_i) * VEC
-    b_f = tl.load(f + b * f_b + o_i, mask=m_i, other=0.0).to(T)
+    o_row = start + o_i
+    o_S, o_use = o_row * (n_out if FIXED else 0), b * use_b + o_row * use_i
+    o_pairs = (b * n_inp + o_i) * pairs_i * VEC
+    o_c = o_S if FIXED else (b * c_b + (o_row if C_OF_ALL else o_i) * c_i) * VEC
+    o_grad_c = (b * grad_c_b + (o_row if GRADS_OF_ALL else o_i) * grad_c_i) * VEC
+    o_dot, o_results = o_pairs + n_out, (b * results_b + (o_row if RESULTS_OF_ALL else o_i) * results_i) * VEC
+    b_f = tl.load(f + b * f_b + o_row, mask=m_i, other=0.0).to(T)
     if not FLAT:
         top, scale = normaliser(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED,
                                 MASKED, BLOCK_I, BLOCK_J, T)  # fmt: skip
@@ -250,7 +259,7 @@ def coefficients_backward_kernel(
             if HALVED:
                 b_phi *= tl.load(weights + o_j, mask=o_j < n_out, other=0.0)
                 b_top = tl.maximum(
-                    tl.load(tops + o_i, mask=m_i, other=0.0), tl.max(tl.abs(b_phi), 1)[:, None]
+                    tl.load(tops + start + o_i, mask=m_i, other=0.0), tl.max(tl.abs(b_phi), 1)[:, None]
                 )
                 if not FIRST:
                     grad_z *= tl.load(weights + n_out + o_j, mask=o_j < n_out, other=0.0)
@@ -258,7 +267,7 @@ def coefficients_backward_kernel(
                 b_top = tl.where(
                     b_top < 1e-37, 0.0, b_top
                 )  # a GPU does not divide by numbers that are not normal
-                tl.store(tops + tops_t + o_i, b_top, mask=m_i)
+                tl.store(tops + tops_t + start + o_i, b_top, mask=m_i)
                 b_top = tl.where(b_top == 0.0, 1.0, b_top)
                 b_phi = (b_phi / b_top).to(tl.float16)
                 if not FIRST:
@@ -267,7 +276,7 @@ def coefficients_backward_kernel(
             if not FIRST:
                 tl.store(results + o_results + n_out + o_j, grad_z, mask=m)
     # Last, so that with one tile nothing that was loaded need be loaded again.
-    p_f = grad_f + b * grad_f_b + o_i
+    p_f = grad_f + b * f_b + start + o_i
     total = tl.load(p_f, mask=m_i, other=0.0) + sum_f
     if FIRST:
         total *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)

@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops.chunks import Chunk, Room, chunks, inputs
+from vecroute.ops.chunks import Chunk, Room, alike, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns
 from vecroute.ops.problem import Grads, Problem
 from vecroute.ops.products import (
     accumulate,
     accumulate_over_inputs,
-    add_sum,
     copy_columns,
     halves_of,
     has_halves,
+    over_batch,
     row_weights,
+    summer,
 )
 
 # One part in so many of x_inp that buffers may take on a GPU, by whether the length is variable; more where
@@ -82,21 +83,27 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         y.zero_()
         s.zero_()
     columns, room = Columns(p, x_hat, kept), Room()
-    for chunk in chunks(p, columns.n_computed + p.n_out, FORWARD_SHARE[p.variable]):
-        x, f = inputs(p, chunk), f_a_inp[chunk.batch, chunk.rows]  # [b, i, d], [b, i]
-        pairs = room.take("pairs", f, *f.shape, columns.n_computed)  # [b, i, q]
-        M = columns.matrix(chunk.samples, columns.computed)  # [b, q, d]
-        c = columns.multiply(pairs, x, M, chunk, room)  # [b, i, 2 j or j]
-        if first and not p.variable:
-            p.pairs.activations(p, chunk, x, f)
+    for same in alike(chunks(p, columns.n_computed + p.n_out, FORWARD_SHARE[p.variable])):
+        like = same[0]
+        f, y_b = f_a_inp[like.batch], y[like.samples]  # [b, i], [b, j, d]
+        pairs = room.take("pairs", f, *like.shape, columns.n_computed)  # [b, i, q]
+        M = columns.matrix(like.samples, columns.computed)  # [b, q, d]
+        c, multiply = columns.products(pairs, M, like, room)  # [b, i, 2 j or j]
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
-        a = pairs[..., columns.a] if first and p.variable else None  # [b, i]
-        phi = p.pairs.coefficients(p, chunk, c, dot, a, f, room)  # [b, i, j]
-        fresh = p.offsets is None and chunk.rows.start == 0
-        accumulate_over_inputs(p, y[chunk.samples], phi.mT, x, fresh)  # [b, j, d]
-        add_sum(p, s[chunk.samples], phi, fresh)  # [b, j]
-        if phi_out is not None:
-            phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
+        a = pairs[..., columns.a :] if first and p.variable else None  # [b, i, 1 to 8]
+        phi, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, room)  # [b, i, j]
+        phi_T, add_sum = phi.mT, summer(s[like.samples], like.shape[1])  # [b, j, i]
+        for chunk in same:
+            x = inputs(p, chunk)  # [b, i, d]
+            multiply(chunk, x)
+            if first and not p.variable:
+                p.pairs.activations(p, chunk, x, of_chunk(f, chunk))
+            fill_phi(chunk)
+            fresh = p.offsets is None and chunk.rows.start == 0
+            accumulate_over_inputs(p, y_b, phi_T, x, fresh)
+            add_sum(phi_T, fresh)
+            if phi_out is not None:
+                phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
 
 class InputGradient:
@@ -137,8 +144,11 @@ class InputGradient:
             return 0
         return columns.p.n_out // 2 if self.halved else self.n_waiting + columns.n
 
-    def results(self, chunk: Chunk, pairs: Tensor, columns: Columns, room: Room):
-        """Where the results of a pass go, [b, i, q]; the same with those that wait; and the gradient of c."""
+    def results(self, like: Chunk, pairs: Tensor, columns: Columns, room: Room):
+        """Where the results of a pass go, [b, i, q]; the same with those that wait; and the gradient of c.
+
+        Where pairs wait, of all rows, else of those of chunks like the given one.
+        """
         (b, i, _), n_out = pairs.shape, columns.p.n_out
         if not self.waits:
             results = pairs[..., : columns.n]  # [b, i, q]
@@ -146,7 +156,7 @@ class InputGradient:
                 rounded = pairs.new_empty(0, dtype=columns.p.operand_dtype)
                 results = room.take("results", rounded, *results.shape)  # [b, i, q]
             return results, results, results[..., columns.a - columns.n_c : columns.a]
-        rows = self.place[chunk.batch, chunk.rows]  # [b, i, d]
+        rows = self.place[like.batch]  # [b, i, d]
         if not columns.first:
             w = sum(other.n for other in self.columns)
             results = rows[..., w : w + columns.n]  # [b, i, 2 j]
@@ -155,11 +165,16 @@ class InputGradient:
             results = room.take("halves", self.place, b, i, -(-n_out // 8) * 8)[..., :n_out]  # [1, i, j]
             return results, results, None
         if not self.aside:
-            kept, rows = rows, room.take("all", pairs, b, i, self.n_waiting + columns.n)  # [b, i, w + q]
-            for columns_kept in (slice(self.n_waiting), slice(self.n_waiting + n_out, self.n_kept)):
-                copy_columns(rows[..., columns_kept], kept[..., columns_kept])
+            rows = room.take("all", pairs, b, i, self.n_waiting + columns.n)  # [b, i, w + q]
         results = rows[..., self.n_waiting : self.n_waiting + columns.n]  # [b, i, q]
         return results, rows[..., : self.n_waiting + columns.n], results[..., n_out : columns.a]
+
+    def gather(self, chunk: Chunk, rows: Tensor, columns: Columns) -> None:
+        """In the first iteration, bring what waits in grad_x to the other results, [b, i, w + q]."""
+        if columns.first and self.waits and not self.aside:
+            place = self.place[chunk.batch, chunk.rows]  # [b, i, d]
+            for waiting in (slice(self.n_waiting), slice(self.n_waiting + columns.p.n_out, self.n_kept)):
+                copy_columns(rows[..., waiting], place[..., waiting])
 
     def matrix(self, samples: slice, columns: Columns) -> Tensor:
         """M of the results of a pass, in the first iteration after M of those that wait, [b, w + q, d]."""
@@ -193,42 +208,39 @@ def backward_pass(p: Problem, g, f_a_inp, kept, grad_y, grad_s, into, grad_f, gr
     sums = grad_M.new_zeros(len(grad_y), n_summed)  # [b, q - j]
     samples: Any = None
     n_pairs = max(columns.n_computed, len(columns.own) * p.n_out, 0 if into.waits else columns.n)
-    for chunk in chunks(p, n_pairs + into.n_besides(columns), into.share):
-        at = chunk.batch, chunk.rows
-        if samples != chunk.samples:
-            samples = chunk.samples
+    for same in alike(chunks(p, n_pairs + into.n_besides(columns), into.share)):
+        like = same[0]
+        if samples != like.samples:
+            samples = like.samples
             computed = columns.matrix(samples, columns.computed)[:, : columns.n_computed]  # [b, q, d]
             all_M = into.matrix(samples, columns)  # [b, w + q, d]
-        x, f = inputs(p, chunk), f_a_inp[at]  # [b, i, d], [b, i]
-        pairs = room.take("pairs", f, *f.shape, n_pairs)  # [b, i, q]
-        c = columns.multiply(pairs, x, computed, chunk, room)  # [b, i, 2 j or j]
-        results, all_results, grad_c = into.results(chunk, pairs, columns, room)
-        to_sum = p.pairs.coefficients_backward(
-            p,
-            chunk,
-            c,
-            pairs,
-            results,
-            grad_c,
-            columns,
-            f,
-            grad_s[samples],
-            grad_f[at],
-            grads,
-            fresh,
-            into,
+        f, grad_f_all = f_a_inp[like.batch], grad_f[like.batch]  # [b, i] each
+        pairs = room.take("pairs", f, *like.shape, n_pairs)  # [b, i, q]
+        c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
+        results, all_results, grad_c = into.results(like, pairs, columns, room)
+        to_sum, fill = p.pairs.coefficients_backward(
+            p, like, c, pairs, results, grad_c, columns, f, grad_s[samples], grad_f_all, grads, fresh, into,
             room,
-        )  # [b, i, q - j]
-        if p.variable:
-            add_sum(p, sums[samples], to_sum)
-        if n_summed and first:
-            accumulate_over_inputs(p, grad_M, to_sum.flatten(0, 1).mT[None], x.flatten(0, 1)[None])
-        elif n_summed:
-            accumulate_over_inputs(p, grad_M[samples], to_sum.mT, x)  # [b, q - j, d]
-        if first and not p.variable:
-            p.pairs.inputs_backward(p, chunk, x, all_results, all_M, grad_f[at], into, grads)
-        elif into.grad_x is not None and (first or not into.waits):
-            accumulate(p, into.grad_x[at], all_results, all_M, into.fresh)  # [b, i, d]
+        )  # fmt: skip
+        total_M, add_sum = grad_M if first else grad_M[samples], summer(sums[samples], like.shape[1])
+        for chunk in same:
+            x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
+            multiply(chunk, x)
+            into.gather(chunk, all_results, columns)
+            fill(chunk)
+            if n_summed:
+                summed, rows = of_chunk(to_sum, chunk), x  # [b, i, q - j], [b, i, d]
+                if p.variable:
+                    add_sum(summed.mT, False)
+                if first:
+                    summed, rows = over_batch(summed), over_batch(rows)  # [1, b i, q - j], [1, b i, d]
+                accumulate_over_inputs(p, total_M, summed.mT, rows)  # [b or 1, q - j, d]
+            if first and not p.variable:
+                p.pairs.inputs_backward(
+                    p, chunk, x, of_chunk(all_results, chunk), all_M, grad_f[at], into, grads
+                )
+            elif into.grad_x is not None and (first or not into.waits):
+                accumulate(p, into.grad_x[at], of_chunk(all_results, chunk), all_M, into.fresh)  # [b, i, d]
     if first and not p.variable:
         grads["B_A"] = (grad_f * p.sqrt_n_inp).sum(0)  # [i]
     if into.waits:

@@ -72,11 +72,6 @@ class Problem:
         return None if self.cu_seqlens is None else self.cu_seqlens.tolist()
 
     @cached_property
-    def ones(self) -> Tensor:
-        """[i]"""
-        return self.x_inp.new_ones(self.x_inp.shape[1], dtype=self.dtype)
-
-    @cached_property
     def variable(self) -> bool:
         return self.w.W_use is not None
 

@@ -1,5 +1,6 @@
 """Products of the large tensors of a pass, in the precision that was asked for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,24 +13,28 @@ from vecroute.ops.problem import Problem
 HALVES = {"BLOCK_I": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 
 
-def multiply(p: Problem, x: Tensor, M: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [b, i, q] = x M^T + bias, for x [b, i, d], M [b or 1, q, d], and a bias [q] or None."""
-    rounded = p.operand_dtype
-    if has_kernel(p, x, out) or rounded != p.dtype:
-        product(p, x, M.to(rounded).expand(len(x), -1, -1).mT, out)
-        if bias is not None:
-            out += bias
-        return
-    if len(M) == 1 and (len(x) == 1 or out.is_contiguous()):
-        rows, flat = x.reshape(-1, x.shape[-1]), out[0] if len(x) == 1 else out.flatten(0, 1)  # [b i, d or q]
+def multiplier(p: Problem, M: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:
+    """What fills out [b, i, q] with x M^T + bias, a function of x [b, i, d].
+
+    Args: M [b or 1, q, d], and a bias [q] or None.
+    """
+    b, M_T = len(out), M.to(p.operand_dtype).expand(len(out), -1, -1).mT  # [b, d, q]
+    if p.operand_dtype != p.dtype or has_kernel(p, p.x_inp, out):
+
+        def multiply(x: Tensor) -> None:
+            product(p, x, M_T, out)
+            if bias is not None:
+                out.add_(bias)
+
+        return multiply
+    if len(M) == 1 and (b == 1 or out.is_contiguous()):
+        M_0, rows = M_T[0], out[0] if b == 1 else out.flatten(0, 1)  # [d, q], [b i, q]
         if bias is None:
-            torch.mm(rows, M[0].mT, out=flat)
-        else:
-            torch.addmm(bias, rows, M[0].mT, out=flat)
-    elif bias is None:
-        torch.bmm(x, M.expand(len(x), -1, -1).mT, out=out)
-    else:
-        torch.baddbmm(bias, x, M.expand(len(x), -1, -1).mT, out=out)
+            return lambda x: torch.mm(x.flatten(0, 1), M_0, out=rows)
+        return lambda x: torch.addmm(bias, x.flatten(0, 1), M_0, out=rows)
+    if bias is None:
+        return lambda x: torch.bmm(x, M_T, out=out)
+    return lambda x: torch.baddbmm(bias, x, M_T, out=out)
 
 
 def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -81,16 +86,18 @@ def copy_columns(out: Tensor, value: Tensor) -> None:
     out.copy_(value)
 
 
-def add_sum(p: Problem, out: Tensor, values: Tensor, fresh: bool = False) -> None:
-    """out [b, k] += the sum over i of values [b, i, k], in place, or = if fresh."""
-    if values.is_cuda and len(values) == 1 and values.shape[1] >= 2**13:
+def summer(out: Tensor, n_rows: int) -> Callable[[Tensor, bool], object]:
+    """What adds to out [b, k] the sum over i of values [b, k, i], in place, or stores it if fresh."""
+    if out.is_cuda and len(out) == 1 and n_rows >= 2**13:
         # A product with ones is twice as fast as a sum of so many rows.
-        ones = p.ones[: values.shape[1]]  # [i]
-        torch.addmv(out[0], values[0].mT, ones, beta=0 if fresh else 1, out=out[0])  # [k]
-    elif fresh:
-        torch.sum(values, 1, out=out)
-    else:
-        out += values.sum(1)
+        total, ones = out[0], out.new_ones(n_rows)  # [k], [i]
+        return lambda values, fresh: torch.addmv(total, values[0], ones, beta=0 if fresh else 1, out=total)
+    return lambda values, fresh: torch.sum(values, -1, out=out) if fresh else out.add_(values.sum(-1))
+
+
+def over_batch(t: Tensor) -> Tensor:
+    """The rows of all samples one after another, [1, b i, k]."""
+    return t if len(t) == 1 else t.flatten(0, 1)[None]
 
 
 def has_kernel(p: Problem, *tensors: Tensor) -> bool:
