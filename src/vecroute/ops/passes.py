@@ -21,12 +21,12 @@ from vecroute.ops.problem import Grads, Problem
 from vecroute.ops.products import (
     accumulate,
     accumulate_over_inputs,
-    copy_columns,
     halves_of,
     has_halves,
     over_batch,
     row_weights,
     summer,
+    widened,
 )
 
 # One part in so many of x_inp that buffers may take on a GPU, by whether the length is variable; more where
@@ -169,12 +169,17 @@ class InputGradient:
         results = rows[..., self.n_waiting : self.n_waiting + columns.n]  # [b, i, q]
         return results, rows[..., : self.n_waiting + columns.n], results[..., n_out : columns.a]
 
-    def gather(self, chunk: Chunk, rows: Tensor, columns: Columns) -> None:
-        """In the first iteration, bring what waits in grad_x to the other results, [b, i, w + q]."""
-        if columns.first and self.waits and not self.aside:
-            place = self.place[chunk.batch, chunk.rows]  # [b, i, d]
-            for waiting in (slice(self.n_waiting), slice(self.n_waiting + columns.p.n_out, self.n_kept)):
-                copy_columns(rows[..., waiting], place[..., waiting])
+    def waiting(self, like: Chunk, rows: Tensor, columns: Columns) -> list[list[Tensor]]:
+        """What the first iteration copies from grad_x, [b, i, k] of all rows, to all results, [b, i, w + q].
+
+        Returns:
+            Pairs of where it goes and where it has waited.
+        """
+        if not columns.first or not self.waits or self.aside:
+            return []
+        place, n_first = self.place[like.batch], self.n_waiting + columns.p.n_out  # [b, i, d]
+        kept = slice(self.n_waiting), slice(n_first, self.n_kept)
+        return [widened(rows[..., which], place[..., which]) for which in kept]
 
     def matrix(self, samples: slice, columns: Columns) -> Tensor:
         """M of the results of a pass, in the first iteration after M of those that wait, [b, w + q, d]."""
@@ -218,6 +223,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, grad_y, grad_s, into, grad_f, gr
         pairs = room.take("pairs", f, *like.shape, n_pairs)  # [b, i, q]
         c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
         results, all_results, grad_c = into.results(like, pairs, columns, room)
+        copies = into.waiting(like, all_results, columns)
         to_sum, fill = p.pairs.coefficients_backward(
             p, like, c, pairs, results, grad_c, columns, f, grad_s[samples], grad_f_all, grads, fresh, into,
             room,
@@ -226,7 +232,8 @@ def backward_pass(p: Problem, g, f_a_inp, kept, grad_y, grad_s, into, grad_f, gr
         for chunk in same:
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
             multiply(chunk, x)
-            into.gather(chunk, all_results, columns)
+            for out, waiting in copies:
+                out.copy_(of_chunk(waiting, chunk))
             fill(chunk)
             if n_summed:
                 summed, rows = of_chunk(to_sum, chunk), x  # [b, i, q - j], [b, i, d]
