@@ -85,9 +85,10 @@ def rows_of_a_chunk(p: Problem, row: int, share: int) -> int:
     """
     if p.x_inp.device.type == "cpu":
         return max(64, min(2048, 2**18 // p.n_out))
-    room = p.x_inp.numel() * p.x_inp.element_size() // share
-    pairs = 2**23 if p.variable else 2**24 if p.n_out < 512 else 2**25  # at least
-    return max(1024, pairs // p.n_out, room // (row * p.dtype.itemsize))
+    size, many = row * p.dtype.itemsize, p.n_out >= 512
+    # 64 MB or twice that; of a fixed length as many pairs, whatever a row has of each.
+    least = (2**27 if many else 2**26) // size if p.variable else (2**25 if many else 2**24) // p.n_out
+    return max(1024, least, p.x_inp.numel() * p.x_inp.element_size() // (share * size))
 
 
 class Room(dict[str, Tensor]):

@@ -29,9 +29,9 @@ from vecroute.ops.products import (
     widened,
 )
 
-# One part in so many of x_inp that buffers may take on a GPU, by whether the length is variable; more where
-# there are gradients besides (``InputGradient.share``).
-FORWARD_SHARE = {False: 22, True: 30}
+# One part in so many of x_inp that buffers of a forward pass may take on a GPU, by whether the length is
+# variable: with all else, 2 % of inputs and parameters. A backward pass has more (``InputGradient.share``).
+FORWARD_SHARE = {False: 22, True: 64}
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
@@ -83,7 +83,10 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         y.zero_()
         s.zero_()
     columns, room = Columns(p, x_hat, kept), Room()
-    for same in alike(chunks(p, columns.n_computed + p.n_out, FORWARD_SHARE[p.variable])):
+    row = columns.n_computed + p.n_out
+    if p.operand_dtype != p.dtype:
+        row += p.n_out // 2  # phi, rounded to be multiplied
+    for same in alike(chunks(p, row, FORWARD_SHARE[p.variable])):
         like = same[0]
         f, y_b = f_a_inp[like.batch], y[like.samples]  # [b, i], [b, j, d]
         pairs = room.take("pairs", f, *like.shape, columns.n_computed)  # [b, i, q]
@@ -132,7 +135,7 @@ class InputGradient:
         if self.halved:
             self.place = place.view(torch.float16)  # [1, i, 2 d]
             self.top = place.new_zeros(n_iters + 1, place.shape[1])  # [1 + t, i], so far
-        self.share = 6 if self.halved else 11 if self.waits else FORWARD_SHARE[p.variable]
+        self.share = 6 if self.halved else 11 if self.waits else 30 if p.variable else 22
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
 

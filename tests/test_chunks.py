@@ -1,0 +1,118 @@
+"""What a chunk takes: memory of a GPU, and work of the host that drives it."""
+
+from collections import Counter
+
+import pytest
+import torch
+from samples import with_noise
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vecroute as vr
+from vecroute.ops import Tuning, fused, loop, passes
+from vecroute.ops.chunks import Chunk, Room, alike
+from vecroute.ops.library import operator_arguments, problem
+
+
+@pytest.fixture(autouse=True)
+def tf32():
+    """Else products are kernels of their own."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often each kernel over pairs is launched; none of them does anything."""
+    launches = Counter()
+
+    class Kernel:
+        def __init__(self, name: str):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return self
+
+        def __call__(self, **arguments):
+            launches[self.name] += 1
+
+    for name in ("coefficients_kernel", "coefficients_backward_kernel"):
+        monkeypatch.setattr(fused, name, Kernel(name))
+    return launches
+
+
+@pytest.fixture
+def rooms(monkeypatch):
+    """The memory of every pass."""
+    rooms = []
+
+    class Seen(Room):
+        def __init__(self):
+            super().__init__()
+            rooms.append(self)
+
+    monkeypatch.setattr(passes, "Room", Seen)
+    return rooms
+
+
+def make(n_inp: int, n_out: int, d: int, dtype: torch.dtype = torch.float32, device="cpu", rows: int = 0):
+    """The problem of a layer of variable length and n_inp inputs."""
+    layer = vr.VectorRouting(n_inp=None, n_out=n_out, d_inp=d, d_out=d, dtype=dtype, device="cpu")
+    layer = with_noise(layer).to(device).requires_grad_(False)
+    x_inp = torch.empty(n_inp, d, dtype=dtype, device=device)
+    options = {"implementation": "fused", "tuning": Tuning(rows, keep_bytes=0)}
+    return problem(*operator_arguments(x_inp, layer.weights(), None, None, 1 / n_out, **options))
+
+
+@pytest.mark.parametrize(
+    ("n_inp", "dtype", "n_chunks"), [(10**6, torch.float32, 37), (10**7, torch.bfloat16, 89)], ids=str
+)
+def test_a_forward_needs_two_percent(n_inp, dtype, n_chunks, launches, rooms):
+    """On top of x_inp: a chunk, and f(a_inp). Some 10 MB are left for what libraries take."""
+    p = make(n_inp, 100, 1024, dtype, "meta")
+    _, _, _, _, _, f_a_inp, _ = loop.forward(p, 2)
+    of_a_pass = [sum(t.nbytes for t in room.values()) for room in rooms]
+    if dtype != torch.float32:
+        of_a_pass = [n + rooms[1]["phi"].nbytes // 2 for n in of_a_pass]  # rounded, to be multiplied
+    assert len(rooms) == 2
+    assert max(of_a_pass) + f_a_inp.nbytes + 10e6 < 0.02 * p.x_inp.nbytes
+    assert launches["coefficients_kernel"] <= n_chunks  # no more than that takes
+
+
+def test_alike():
+    """The same samples and as many rows, one after another."""
+    rows = [slice(0, 7), slice(7, 14), slice(14, 18)]
+    first, second = ([Chunk(slice(b, b + 1), slice(b, b + 1), r) for r in rows] for b in range(2))
+    assert list(alike(first + second)) == [first[:2], first[2:], second[:2], second[2:]]
+    assert [chunk.shape for chunk in first] == [(1, 7), (1, 7), (1, 4)]
+
+
+class Calls(TorchDispatchMode):
+    """Counts what PyTorch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.n += 1
+        return function(*args, **(kwargs or {}))
+
+
+def calls(rows: int) -> tuple[int, int]:
+    """Of a forward and of a backward over 640 inputs in chunks of so many rows."""
+    p = make(640, 4, 64, rows=rows)
+    with Calls() as forward:
+        x_out, *saved = loop.forward(p, 2)
+    with Calls() as backward:
+        loop.backward(p, x_out, *saved, need_grad_x=True)
+    return forward.n, backward.n
+
+
+def test_what_the_host_does_for_a_chunk(launches):
+    """A GPU works on a chunk for a tenth of a millisecond, and each call takes the host microseconds."""
+    (forward, backward), (forward_20, backward_20) = calls(64), calls(32)
+    assert forward_20 - forward <= 2 * 10 * 6  # x, its rows, two products and a sum, for each of two passes
+    assert backward_20 - backward <= 2 * 10 * 12  # and the rows of what waits, or copies of it
+    assert launches == {"coefficients_kernel": 60, "coefficients_backward_kernel": 60}
