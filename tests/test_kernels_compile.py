@@ -10,10 +10,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vecroute.ops import fused_halves, fused_pairs, fused_product
+from vecroute.ops import fused_halves, fused_pairs, fused_product, fused_steps
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
-POINTERS = [*POINTERS.split(), "top", "tops", "weights"]
+POINTERS = [*POINTERS.split(), "top", "tops", "weights", *"y s u g W_F1 B_F2 W_G2 B_G2 x_out".split()]
 
 
 def is_pointer(name):
@@ -53,6 +53,12 @@ compile(fused_product.rows_kernel, 4, ADD=False, ACTIVATIONS=True, VEC=4, **size
 halves = dict.fromkeys(("waiting", "phi"), "tensordesc<fp16[64, 32]>") | {"M": "tensordesc<fp16[64, 32]>"}
 halves |= dict.fromkeys(("x", "W_A", "grad_x", "grad_W_A"), "tensordesc<fp32[64, 64]>")
 compile(fused_halves.input_gradient_kernel, 4, halves, WAITING=2, **sizes)
+rounded = dict.fromkeys(("u", "out", "grad_y", "grad_g"), "*bf16")
+compile(fused_steps.outputs_kernel, 4, rounded, BLOCK_R=1, BLOCK_D=1024, T=tl.float32)
+compile(fused_steps.scores_matrix_kernel, 4, rounded, FIXED=False, BLOCK_R=1, BLOCK_D=1024, T=tl.float32)
+steps = {"BLOCK_B": 8, "BLOCK_N": 128, "T": tl.float32}
+compile(fused_steps.outputs_backward_kernel, 4, rounded, BLOCK_R=8, BLOCK_D=128, **steps)
+compile(fused_steps.predictions_backward_kernel, 4, rounded, **steps)
 """
 
 
@@ -61,4 +67,4 @@ def test_every_kernel_compiles():
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 8
+    assert len(done.stdout.split()) == 12

@@ -138,7 +138,7 @@ class Streamed:
         if n_inp == 0:
             raise ValueError("x_inp must have at least one vector, got none")
         self.sqrt_n_inp = n_inp.to(compute_dtype(self.dtype)).sqrt()  # [1, 1]
-        self.x_hat: Tensor | None = None  # [1, j, d] of the last iteration
+        self.M: Tensor | None = None  # [1, j, d] that gives the scores of the last iteration
 
     def route(self, see_phi: Callable[[Tensor], None] | None = None) -> Tensor:
         """x_out [j, h] of the routing; see_phi gets the phi [i, j] of each chunk in the last pass."""
@@ -187,7 +187,7 @@ class Streamed:
                 x = part.module(x)  # [i, d]
         return x.to(self.dtype)[None]
 
-    def forward_pass(self, weights: Sequence[Tensor], x_hat: Tensor | None, see_phi: Any):
+    def forward_pass(self, weights: Sequence[Tensor], M: Tensor | None, see_phi: Any):
         """y [1, j, d] and s [1, j] of an iteration, over all chunks and all ranks."""
         j, d = self.layer.W_F1.shape
         y, s = self.sqrt_n_inp.new_zeros(1, j, d), self.sqrt_n_inp.new_zeros(1, j)  # [1, j, d], [1, j]
@@ -195,9 +195,9 @@ class Streamed:
         with together(self.layer.group, self.layer.check_ranks), closing(self.chunks()) as chunks:
             for chunk in chunks:
                 p = self.problem(self.into_routing(chunk), weights)
-                f = y.new_empty(1, len(chunk)) if x_hat is None else activations(p)  # [1, i]
+                f = y.new_empty(1, len(chunk)) if M is None else activations(p)  # [1, i]
                 phi = y.new_empty(1, len(chunk), j) if see_phi else None  # [1, i, j]
-                passes.forward_pass(p, x_hat, f, passes.new_kept(p, 1), y_chunk, s_chunk, phi, None)
+                passes.forward_pass(p, M, f, passes.new_kept(p, 1), y_chunk, s_chunk, phi, None)
                 y += y_chunk
                 s += s_chunk
                 if phi is not None:
@@ -210,11 +210,11 @@ class Streamed:
         """The pass of the last iteration once more."""
         weights = [w for w in self.layer.weights() if w is not None]
         with without_autocast(self.layer.W_F2):
-            self.forward_pass(weights, self.x_hat, see_phi)
+            self.forward_pass(weights, self.M, see_phi)
 
-    def backward_pass(self, weights: Sequence[Tensor], g, grad_y, grad_s, grads: Grads, trained) -> Tensor:
+    def backward_pass(self, weights: Sequence[Tensor], g, M, grad_s, grads: Grads, trained) -> Tensor:
         """grad_x_hat [1, j, d] of an iteration; adds to the gradients by name and to those of ``trained``."""
-        grad_x_hat, needed = torch.zeros_like(grad_y), bool(trained)  # [1, j, d]
+        grad_x_hat, needed = grad_s.new_zeros(1, *self.layer.W_F1.shape), bool(trained)  # [1, j, d]
         with together(self.layer.group, self.layer.check_ranks), closing(self.chunks()) as chunks:
             for chunk in chunks:
                 with torch.set_grad_enabled(needed):
@@ -223,7 +223,7 @@ class Streamed:
                 f = activations(p)  # [1, i]
                 into, grad_f = passes.InputGradient(p, 1, needed), torch.zeros_like(f)  # and [1, i]
                 kept = passes.new_kept(p, 1)
-                found = passes.backward_pass(p, g, f, kept, grad_y, grad_s, into, grad_f, grads, True)
+                found = passes.backward_pass(p, g, f, kept, M, grad_s, into, grad_f, grads, True)
                 if g is not None:
                     grad_x_hat += found  # [1, j, d]
                     activations_backward(p, grad_f * f * (1 - f), into.grad_x, grads)
@@ -240,19 +240,18 @@ class Streamed:
         """All iterations: x_out [1, j, h], not normalised."""
         ys, ss, before, gs = [], [], [], []
         p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
-        self.x_hat = None
+        self.M = None
         with tf32_under_autocast(p):
             for t in range(self.n_iters):
                 last = t == self.n_iters - 1
-                y, s = self.forward_pass(weights, self.x_hat, see_phi if last else None)
-                y /= self.sqrt_n_inp[..., None]
-                x_out = p.outputs(y, s)  # [1, j, h]
+                y, s = self.forward_pass(weights, self.M, see_phi if last else None)
+                x_out = p.steps.outputs(p, y, s)  # [1, j, h]
                 ys.append(y)
                 ss.append(s)
                 if not last:
                     before.append(x_out)
-                    gs.append(p.predicted(x_out))  # [1, j, d]
-                    self.x_hat = p.scaled(gs[-1])  # [1, j, d]
+                    gs.append(p.steps.predicted(p, x_out))  # [1, j, d]
+                    self.M = p.steps.scores_matrix(p, gs[-1], passes.new_matrix(p, p.n_out))  # [1, j, d]
         j, d = self.layer.W_F1.shape
         none = x_out.new_empty(0, *x_out.shape), x_out.new_empty(0, 1, j, d)
         stacked = (torch.stack(before), torch.stack(gs)) if before else none
@@ -266,10 +265,13 @@ class Streamed:
         with tf32_under_autocast(p):
             for t in reversed(range(self.n_iters)):
                 g = state.g[t - 1] if t > 0 else None  # [1, j, d]
-                grad_y, grad_s = p.outputs_backward(grad, state.y[t], state.s[t], grads)  # [1, j, d], [1, j]
-                grad_x_hat = self.backward_pass(weights, g, grad_y, grad_s, grads, trained)  # [1, j, d]
+                M = passes.new_matrix(p, p.n_out if g is None else 2 * p.n_out)  # [1, j or 2 j, d]
+                y, s = state.y[t], state.s[t]  # [1, j, d], [1, j]
+                grad_s = p.steps.outputs_backward(p, grad, y, s, grads, M[:, : p.n_out])  # [1, j]
+                grad_x_hat = self.backward_pass(weights, g, M, grad_s, grads, trained)  # [1, j, d]
                 if t > 0:
-                    grad = p.predictions_backward(grad_x_hat, state.before[t - 1], state.g[t - 1], grads)
+                    before = state.before[t - 1]  # [1, j, h]
+                    grad = p.steps.predictions_backward(p, grad_x_hat, before, g, grads)  # [1, j, h]
         return grads, trained
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, of_chunk
-from vecroute.ops.problem import Problem
+from vecroute.ops.problem import Problem, over_samples
 from vecroute.ops.products import multiplier
 
 
@@ -26,49 +26,53 @@ class Columns:
     until the first (``adds_up``), it is c_sum and c_ign there, and is missing in the others.
     """
 
-    def __init__(self, p: Problem, x_hat, kept: Tensor, grad_y=None, adds_up: bool = False):
+    def __init__(self, p: Problem, own, kept: Tensor, *, first: bool, forward: bool, adds_up: bool = False):
         """Set what passes look at.
 
-        Rows of M: ``own``, which each sample has for itself; ``computed``, which all samples share, or None;
-        ``shared``, the same for the results. How many columns: ``n_computed``, and ``n`` for the results;
-        ``n_c`` are those of c. Where: ``a`` is the column of a_inp.
+        Rows of M: ``own`` [b, k, d], which each sample has for itself; ``computed``, which all samples share;
+        ``shared``, the same for the results; each None if there are none. How many columns: ``n_computed``,
+        and ``n`` for the results; ``n_own`` and ``n_c`` are those of own and of c. Where: ``a`` is the
+        column of a_inp.
         """
-        self.p, self.first, self.forward = p, x_hat is None, grad_y is None
+        self.p, self.own, self.first, self.forward = p, own, first, forward
         self.flat = self.first and (p.use is None or p.use.shape[-1] == 1)
         self.kept: Any = kept if len(kept) else None
         self.filling = self.forward and self.kept is not None and self.first == p.variable
         self.adds_up = adds_up and p.variable
-        self.own = [m for m in (grad_y, scores_matrix(p, x_hat)) if m is not None]  # [b, j, d] each
         self.computed = self.shared = self.bias = None  # type: Any
-        self.a = self.n = self.n_computed = n_own = len(self.own) * p.n_out
+        self.n_own = n_own = 0 if own is None else own.shape[1]
+        self.a = self.n = self.n_computed = n_own
         self.n_c = 0
         if not p.variable:
             if self.kept is not None and not self.first and not self.forward:
                 self.n_computed = p.n_out  # grad_phi alone
             return
-        W, B = p.beta_rows  # [2 j, d], [2 j]
-        W_c, B_c = (self._flatten(W, 0), self._flatten(B, 0)) if self.flat and not self.filling else (W, B)
-        self.n_c = len(B_c)
+        flat = self.flat and not self.filling
+        self.n_c = p.n_out if flat else 2 * p.n_out
         if self.kept is None or self.filling:
-            self.computed = self._with_activations(W_c, n_own)  # [q - k, d]
+            B_c = self._flatten(p.B_c, 0) if flat else p.B_c  # [j or 2 j]
+            self.computed = self._with_activations(flat)  # [q - k, d]
             self.n_computed += len(self.computed)
             self.bias = nnf.pad(B_c, (n_own, len(self.computed) - len(B_c)))  # [q]
         if self.forward:
             self.a += self.n_c
         elif self.first or not self.adds_up:
-            W_c = W if self.adds_up else W_c  # [2 j or j, d]
-            self.shared, self.a = self._with_activations(W_c, n_own), n_own + len(W_c)  # [q - k, d]
+            other = self.computed is None or (flat and self.adds_up)
+            flat &= not self.adds_up
+            self.shared = self._with_activations(flat) if other else self.computed  # [q - k, d]
+            self.a += p.n_out if flat else 2 * p.n_out
             self.n += len(self.shared)
 
     def _flatten(self, c: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
         c_sum, c_ign = c.chunk(2, dim)
         return torch.mul(c_sum, self.p.prior, out=out).sub_(c_ign)
 
-    def _with_activations(self, W: Tensor, n_own: int) -> Tensor:
-        """In the first iteration W_A is one more row, and zeros that keep columns aligned."""
+    def _with_activations(self, flat: bool) -> Tensor:
+        """Rows that give c; in the first iteration W_A is one more, and zeros that keep columns aligned."""
+        W = self._flatten(self.p.W_c, 0) if flat else self.p.W_c  # [j or 2 j, d]
         if not self.first:
             return W
-        zeros = W.new_zeros(-(n_own + len(W) + 1) % 8, W.shape[1])  # [0 to 7, d]
+        zeros = W.new_zeros(-(self.n_own + len(W) + 1) % 8, W.shape[1])  # [0 to 7, d]
         return torch.cat((W, self.p.w.W_A.to(W.dtype), zeros))  # [q - k, d]
 
     def matrix(self, samples: slice, shared: Any) -> Any:
@@ -77,10 +81,7 @@ class Columns:
         Args:
             shared: ``computed``, or ``shared`` for the matrix of the results.
         """
-        rows = [m[samples] for m in self.own]  # [b, j, d] each
-        if shared is not None:
-            rows.append(shared.expand(len(rows[0]) if rows else 1, -1, -1))  # [b, q - k, d]
-        return torch.cat(rows, 1) if len(rows) > 1 else rows[0] if rows else None
+        return with_shared(None if self.own is None else self.own[samples], shared)
 
     def products(self, pairs: Tensor, M, like: Chunk, room: Room):
         """What chunks like the given one have of c, and what fills pairs [b, i, q] with x M^T and the bias.
@@ -113,21 +114,23 @@ class Columns:
 
         return c, fill
 
-    def finish(self, grad_M: Tensor, sums: Tensor, x_hat, grads) -> Tensor:
+    def finish(self, grad_M: Tensor, sums: Tensor, g, grads) -> Tensor:
         """Hand over the gradients of the parameters in M, and return grad_x_hat [b, j, d], if there is one.
 
-        This is the end of x_hat and grad_M.
+        This is the end of grad_M.
 
         Args:
             grad_M: [b or 1, q - j, d] of all its rows but grad_y.
             sums: [b, q - j] sums of the results over the inputs.
+            g: [b, j, d] from ``predicted``, or None in the first iteration.
         """
         p, n = self.p, 0 if self.first else self.p.n_out
         if self.shared is not None:
-            self._finish_shared(grad_M[:, n:].sum(0), sums[:, n:], grads)
+            self._finish_shared(over_samples(grad_M[:, n:]), sums[:, n:], grads)
         grad_x_hat = grad_M[:, :n]  # [b, j, d]
         if self.first or not p.variable:
             return grad_x_hat
+        x_hat = p.steps.scaled(p, g)  # [b, j, d]
         grads.add("W_S", x_hat.mul_(grad_x_hat).sum((0, 2))[None])  # [1, j]
         grads.add("B_S", sums[:, :n].sum(0, keepdim=True))  # [1, j]
         return grad_x_hat.mul_(p.w.W_S.mT)  # [b, j, d]
@@ -145,11 +148,11 @@ class Columns:
             grads.add("B_A", (grad_B[:, k, None] * self.p.sqrt_n_inp).sum(0))  # [1]
 
 
-def scores_matrix(p: Problem, x_hat):
-    """What x_inp is multiplied with for z: x_hat, with W_S already in it if that has no i; [b, j, d]."""
-    if x_hat is None or not p.variable:
-        return x_hat
-    return x_hat * p.w.W_S.mT  # [b, j, d]
+def with_shared(own: Any, shared: Any) -> Any:
+    """Rows [b, k, d] that each sample has for itself, and after them those that all share, if any."""
+    if own is None or shared is None:
+        return own if shared is None else shared[None]  # [b, k, d] or [1, q - k, d]
+    return torch.cat((own, shared.to(own.dtype).expand(len(own), -1, -1)), 1)  # [b, q, d]
 
 
 def split_betas(p: Problem, grad_c: Tensor, flat: bool) -> tuple[Tensor, Tensor]:

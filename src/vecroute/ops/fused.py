@@ -17,7 +17,7 @@ from vecroute.ops.fused_pairs import (
 )
 from vecroute.ops.fused_product import rows_times
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import accumulate, add, has_kernel
+from vecroute.ops.products import accumulate, has_kernel
 
 
 def triton_dtype(p: Problem) -> tl.dtype:
@@ -135,7 +135,8 @@ def coefficients_backward(
         launch(start=chunk.rows.start)
         if c is None and b > 1:
             for name, part in zip(names, of_pairs, strict=True):
-                add(grads[name][chunk.rows], part.sum(0), fresh)  # [i, j]
+                grad = grads[name][chunk.rows]  # [i, j]
+                torch.sum(part, 0, out=grad) if fresh else grad.add_(part.sum(0))
 
     return to_sum, fill
 

@@ -31,16 +31,16 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     before, g = empty(n_iters - 1, b, j, h), empty(n_iters - 1, b, j, d)  # [t - 1, b, j, h], [t - 1, b, j, d]
     f_a_inp = empty(*p.x_inp.shape[:2])  # [b, i]
     kept = passes.new_kept(p, n_iters)
-    x_hat = None
+    M = None
     for t in range(n_iters):
         last = t == n_iters - 1
         kept_t = passes.kept_in(p, kept, t)  # [b, i, k]
-        passes.forward_pass(p, x_hat, f_a_inp, kept_t, y[t], s[t], phi if last else None, outputs)
+        passes.forward_pass(p, M, f_a_inp, kept_t, y[t], s[t], phi if last else None, outputs)
         p.total(y[t], s[t])
-        y[t].div_(p.sqrt_n_inp[..., None])
-        x_out = p.outputs(y[t], s[t], None if last else before[t])  # [b, j, h]
+        x_out = p.steps.outputs(p, y[t], s[t], None if last else before[t])  # [b, j, h]
         if not last:
-            x_hat = p.scaled(p.predicted(x_out, g[t]))  # [b, j, d]
+            M = passes.new_matrix(p, p.n_out) if M is None else M  # [b, j, d]
+            p.steps.scores_matrix(p, p.steps.predicted(p, x_out, g[t]), M)
     return x_out, y, s, before, g, f_a_inp, kept
 
 
@@ -51,15 +51,18 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x
     into = passes.InputGradient(p, n_iters, need_grad_x, grads.get("W_A"))
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
-        grad_y, grad_s = p.outputs_backward(grad_x_out, y[t], s[t], grads)  # [b, j, d], [b, j]
+        M = into.new_matrix(p, first=t == 0)  # [b, j or 2 j, d]
+        grad_s = p.steps.outputs_backward(p, grad_x_out, y[t], s[t], grads, M[:, : p.n_out])  # [b, j]
         g_t, kept_t = g[t - 1] if t > 0 else None, passes.kept_in(p, kept, t)  # [b, j, d], [b, i, k]
         fresh = t == n_iters - 1
         grad_x_hat = passes.backward_pass(
-            p, g_t, f_a_inp, kept_t, grad_y, grad_s, into, grad_f, grads, fresh
+            p, g_t, f_a_inp, kept_t, M, grad_s, into, grad_f, grads, fresh
         )  # [b, j, d]
-        del grad_y  # of many small samples, what is [b, j, d] takes more memory than the rest
+        del M  # of many small samples, what is [b, j, d] takes more memory than the rest
         if t > 0:
             p.total(grad_x_hat)
-            grad_x_out = p.predictions_backward(grad_x_hat, before[t - 1], g[t - 1], grads)  # [b, j, h]
+            grad_x_out = p.steps.predictions_backward(
+                p, grad_x_hat, before[t - 1], g[t - 1], grads
+            )  # [b, j, h]
         del grad_x_hat
     return into.grad_x, grads

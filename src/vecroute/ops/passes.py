@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, alike, chunks, inputs, of_chunk
-from vecroute.ops.columns import Columns
-from vecroute.ops.problem import Grads, Problem
+from vecroute.ops.columns import Columns, with_shared
+from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import (
     accumulate,
     accumulate_over_inputs,
@@ -68,21 +68,31 @@ def new_grads(p: Problem, n_iters: int) -> Grads:
     return Grads(grads)
 
 
-def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> None:
+def writes(p: Problem) -> bool:
+    """Whether the first chunk of a sample writes sums over inputs; a packed sample may have no rows."""
+    return p.offsets is None and p.x_inp.numel() > 0
+
+
+def new_matrix(p: Problem, n: int) -> Tensor:
+    """Memory for n rows of M that each sample has for itself, [b, n, d], as products take them."""
+    return p.x_inp.new_empty(len(p.sqrt_n_inp), n, p.x_inp.shape[-1], dtype=p.operand_dtype)  # [b, n, d]
+
+
+def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
     """One iteration: fill y [b, j, d] and s [b, j] (and f_a_inp in the first).
 
     Args:
-        x_hat: [b, j, d] predicted inputs, or None in the first iteration.
+        M: [b, j, d] from ``scores_matrix``, or None in the first iteration.
         f_a_inp: [b, i] activations of the inputs.
         kept: from ``kept_in``.
         phi_out: [b, i, j] to fill with phi, or None.
         outputs: the columns of phi to write, None for all.
     """
-    first = x_hat is None
-    if p.offsets is not None or not p.x_inp.shape[1]:  # a sample may have no rows
+    first = M is None
+    if not writes(p):
         y.zero_()
         s.zero_()
-    columns, room = Columns(p, x_hat, kept), Room()
+    columns, room = Columns(p, M, kept, first=first, forward=True), Room()
     row = columns.n_computed + p.n_out
     if p.operand_dtype != p.dtype:
         row += p.n_out // 2  # phi, rounded to be multiplied
@@ -90,19 +100,20 @@ def forward_pass(p: Problem, x_hat, f_a_inp, kept, y, s, phi_out, outputs) -> No
         like = same[0]
         f, y_b = f_a_inp[like.batch], y[like.samples]  # [b, i], [b, j, d]
         pairs = room.take("pairs", f, *like.shape, columns.n_computed)  # [b, i, q]
-        M = columns.matrix(like.samples, columns.computed)  # [b, q, d]
-        c, multiply = columns.products(pairs, M, like, room)  # [b, i, 2 j or j]
+        computed = columns.matrix(like.samples, columns.computed)  # [b, q, d]
+        c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
         a = pairs[..., columns.a :] if first and p.variable else None  # [b, i, 1 to 8]
         phi, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, room)  # [b, i, j]
         phi_T, add_sum = phi.mT, summer(s[like.samples], like.shape[1])  # [b, j, i]
         for chunk in same:
             x = inputs(p, chunk)  # [b, i, d]
-            multiply(chunk, x)
             if first and not p.variable:
                 p.pairs.activations(p, chunk, x, of_chunk(f, chunk))
+            x = x.to(p.operand_dtype)  # [b, i, d]
+            multiply(chunk, x)
             fill_phi(chunk)
-            fresh = p.offsets is None and chunk.rows.start == 0
+            fresh = writes(p) and chunk.rows.start == 0
             accumulate_over_inputs(p, y_b, phi_T, x, fresh)
             add_sum(phi_T, fresh)
             if phi_out is not None:
@@ -136,8 +147,19 @@ class InputGradient:
             self.place = place.view(torch.float16)  # [1, i, 2 d]
             self.top = place.new_zeros(n_iters + 1, place.shape[1])  # [1 + t, i], so far
         self.share = 6 if self.halved else 11 if self.waits else 30 if p.variable else 22
+        self.M: Any = None  # [b, w + j, d] those that wait and the first
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
+
+    def new_matrix(self, p: Problem, first: bool) -> Tensor:
+        """Memory for rows of M: those of grad_y, and where it is not the first iteration of the scores."""
+        n = p.n_out if first else 2 * p.n_out
+        if not self.waits or self.halved:
+            return new_matrix(p, n)  # [b, n, d]
+        if self.M is None:
+            self.M = new_matrix(p, self.n_waiting + p.n_out)  # [b, w + j, d]
+        w = self.n_waiting if first else len(self.columns) * n
+        return self.M[:, w : w + n]  # [b, n, d]
 
     def n_besides(self, columns: Columns) -> int:
         """Numbers that a row has in buffers of a pass besides ``pairs``."""
@@ -186,16 +208,18 @@ class InputGradient:
 
     def matrix(self, samples: slice, columns: Columns) -> Tensor:
         """M of the results of a pass, in the first iteration after M of those that wait, [b, w + q, d]."""
-        all_columns = [*self.columns, columns] if columns.first else [columns]
-        matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [b, q, d] each
         if self.halved:
+            all_columns = [*self.columns, columns] if columns.first else [columns]
+            matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [1, q, d] each
             weights = [row_weights(M) for M in matrices]  # [1, q, 1] each
             self.weights = weights[-1].flatten()  # [q]
             return halves_of(matrices, weights) if columns.first else matrices[0]
-        return matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
+        if columns.first and self.waits:
+            return with_shared(self.M[samples], columns.shared)  # [b, w + q, d]
+        return columns.matrix(samples, columns.shared)  # [b, q, d]
 
 
-def backward_pass(p: Problem, g, f_a_inp, kept, grad_y, grad_s, into, grad_f, grads, fresh) -> Tensor:
+def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, fresh) -> Tensor:
     """Gradient of one iteration: adds to grad_f, grads and ``into``, and returns grad_x_hat [b, j, d].
 
     A fresh pass, the first of a backward, writes what has an i instead of adding to it.
@@ -206,16 +230,19 @@ def backward_pass(p: Problem, g, f_a_inp, kept, grad_y, grad_s, into, grad_f, gr
     Args:
         g: [b, j, d] from ``predicted``, or None in the first iteration.
         kept: from ``kept_in``.
+        M: [b, j or 2 j, d] grad_y, and where there is a g room for the matrix of the scores.
     """
     first, room = g is None, Room()
-    x_hat = None if first else p.scaled(g)  # [b, j, d]
-    columns = Columns(p, x_hat, kept, grad_y, into.waits)
+    if not first:
+        p.steps.scores_matrix(p, g, M[:, p.n_out :])
+    columns = Columns(p, M, kept, first=first, forward=False, adds_up=into.waits)
     n_summed = columns.n - p.n_out
+    new_sums = grad_s.new_empty if writes(p) else grad_s.new_zeros
     # In the first iteration these rows of M are the same for all samples.
-    grad_M = grad_y.new_zeros(1 if first else len(grad_y), n_summed, grad_y.shape[-1])  # [b or 1, q - j, d]
-    sums = grad_M.new_zeros(len(grad_y), n_summed)  # [b, q - j]
+    grad_M = new_sums(1 if first else len(M), n_summed, M.shape[-1])  # [b or 1, q - j, d]
+    sums = new_sums(len(M), n_summed)  # [b, q - j]
     samples: Any = None
-    n_pairs = max(columns.n_computed, len(columns.own) * p.n_out, 0 if into.waits else columns.n)
+    n_pairs = max(columns.n_computed, columns.n_own, 0 if into.waits else columns.n)
     for same in alike(chunks(p, n_pairs + into.n_besides(columns), into.share)):
         like = same[0]
         if samples != like.samples:
@@ -234,17 +261,20 @@ def backward_pass(p: Problem, g, f_a_inp, kept, grad_y, grad_s, into, grad_f, gr
         total_M, add_sum = grad_M if first else grad_M[samples], summer(sums[samples], like.shape[1])
         for chunk in same:
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
-            multiply(chunk, x)
+            rounded = x.to(p.operand_dtype)  # [b, i, d]
+            multiply(chunk, rounded)
             for out, waiting in copies:
                 out.copy_(of_chunk(waiting, chunk))
             fill(chunk)
             if n_summed:
-                summed, rows = of_chunk(to_sum, chunk), x  # [b, i, q - j], [b, i, d]
+                summed, rows = of_chunk(to_sum, chunk), rounded  # [b, i, q - j], [b, i, d]
+                new = writes(p) and chunk.rows.start == 0
                 if p.variable:
-                    add_sum(summed.mT, False)
+                    add_sum(summed.mT, new)
                 if first:
                     summed, rows = over_batch(summed), over_batch(rows)  # [1, b i, q - j], [1, b i, d]
-                accumulate_over_inputs(p, total_M, summed.mT, rows)  # [b or 1, q - j, d]
+                    new = new and chunk.samples.start == 0
+                accumulate_over_inputs(p, total_M, summed.mT, rows, new)  # [b or 1, q - j, d]
             if first and not p.variable:
                 p.pairs.inputs_backward(
                     p, chunk, x, of_chunk(all_results, chunk), all_M, grad_f[at], into, grads
@@ -252,9 +282,9 @@ def backward_pass(p: Problem, g, f_a_inp, kept, grad_y, grad_s, into, grad_f, gr
             elif into.grad_x is not None and (first or not into.waits):
                 accumulate(p, into.grad_x[at], of_chunk(all_results, chunk), all_M, into.fresh)  # [b, i, d]
     if first and not p.variable:
-        grads["B_A"] = (grad_f * p.sqrt_n_inp).sum(0)  # [i]
+        grads["B_A"] = over_samples(grad_f * p.sqrt_n_inp)  # [i]
     if into.waits:
         into.columns.append(columns)
     else:
         into.fresh = False
-    return columns.finish(grad_M, sums, x_hat, grads)  # [b, j, d]
+    return columns.finish(grad_M, sums, g, grads)  # [b, j, d]

@@ -1,4 +1,4 @@
-"""One call of the routing loop: its tensors and options, and the small steps between two passes."""
+"""One call of the routing loop: its tensors and options."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vecroute.ops.common import Weights, compute_dtype, normalize
+from vecroute.ops.common import Weights, compute_dtype
 from vecroute.ops.group import add_up
 
 # From how many outputs on bfloat16 pays for rounding float32 operands, found by trial on one H200.
@@ -47,6 +47,11 @@ class Problem:
         return import_module(f"vecroute.ops.{self.implementation}")
 
     @cached_property
+    def steps(self) -> ModuleType:
+        """The small steps between two passes: ``chunked_steps`` or ``fused_steps``."""
+        return import_module(f"vecroute.ops.{self.implementation}_steps")
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of everything but the operands of products."""
         return compute_dtype(self.x_inp.dtype)
@@ -76,73 +81,25 @@ class Problem:
         return self.w.W_use is not None
 
     @cached_property
-    def beta_rows(self) -> tuple[Tensor, Tensor]:
-        """Of a variable length, the matrix [2 j, d] and bias [2 j] that give c_sum and c_ign from x_inp."""
+    def W_c(self) -> Tensor:
+        """Of a variable length, [2 j, d]: c_sum and c_ign are W_c x_inp + B_c."""
         w = self.w
-        W = torch.cat(((w.W_use + w.W_ign).mT, w.W_ign.mT))  # [2 j, d]
-        return W.to(self.dtype), torch.cat((w.B_use + w.B_ign, w.B_ign)).to(self.dtype)  # [2 j, d], [2 j]
+        return torch.cat(((w.W_use + w.W_ign).mT, w.W_ign.mT)).to(self.dtype)  # [2 j, d]
+
+    @cached_property
+    def B_c(self) -> Tensor:
+        """[2 j]"""
+        w = self.w
+        return torch.cat((w.B_use + w.B_ign, w.B_ign)).to(self.dtype)  # [2 j]
 
     @cached_property
     def n_out(self) -> int:
         return self.w.W_F1.shape[0]
 
-    def matmul(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        """Product of small matrices; not rounded to float16, whose range sums over many inputs may leave.
-
-        Nor under autocast of a float32 x_inp: these products are tf32 then.
-        """
-        if self.x_inp.dtype == torch.bfloat16 and a.is_cuda:
-            product = a.to(self.rounded) @ b.to(self.rounded)
-            return product.to(self.dtype) if out is None else out.copy_(product)
-        return torch.matmul(a, b, out=out)
-
     def total(self, *sums: Tensor) -> None:
         """Make sums over the inputs here sums over those of every rank, in place."""
         if self.group:
             add_up(self.group, *sums)
-
-    def outputs(self, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-        """x_out = (y W_F1) W_F2 + s B_F2, [b, j, h], where y is already divided by sqrt(n_inp)."""
-        x_out = self.matmul(y * self.w.W_F1, self.w.W_F2.to(self.dtype), out)  # [b, j, h]
-        return x_out.addcmul_(s[..., None], self.w.B_F2.to(self.dtype))  # [b, j, h]
-
-    def predicted(self, x_out: Tensor, out: Tensor | None = None) -> Tensor:
-        """g = N(x_out) W_G1, [b, j, d]."""
-        return self.matmul(normalize(x_out), self.w.W_G1.to(self.dtype), out)  # [b, j, d]
-
-    def scaled(self, g: Tensor) -> Tensor:
-        """x_hat = W_G2 g + B_G2, [b, j, d]."""
-        return torch.addcmul(self.w.B_G2.to(self.dtype), g, self.w.W_G2.to(self.dtype))  # [b, j, d]
-
-    def outputs_backward(self, grad_x_out: Tensor, y: Tensor, s: Tensor, grads: "Grads"):
-        """grad_y [b, j, d] (of the sum itself) and grad_s [b, j] from grad_x_out [b, j, h]."""
-        grad_u = self.matmul(grad_x_out, self.w.W_F2.mT.to(self.dtype))  # [b, j, d]
-        u = y * self.w.W_F1  # [b, j, d]
-        grads.add("W_F2", self.matmul(u.flatten(0, 1).mT, grad_x_out.flatten(0, 1)))  # [d, h]
-        grads.add("W_F1", over_samples(torch.mul(grad_u, y, out=u)))  # [j, d]
-        del u
-        grads.add("B_F2", over_samples(s[..., None] * grad_x_out))  # [j, h]
-        grad_s = (grad_x_out * self.w.B_F2).sum(-1)  # [b, j]
-        return grad_u.mul_(self.w.W_F1).div_(self.sqrt_n_inp[..., None]), grad_s  # [b, j, d], [b, j]
-
-    def predictions_backward(self, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: "Grads") -> Tensor:
-        """grad_x_out [b, j, h] from grad_x_hat [b, j, d]."""
-        grads.add("W_G2", over_samples(grad_x_hat * g))  # [j, d]
-        grads.add("B_G2", grad_x_hat.sum(0))  # [j, d], a view would keep more rows than these
-        grad_g = grad_x_hat * self.w.W_G2  # [b, j, d]
-        v, size = x_out, x_out.shape[-1:]
-        if size[0] > 1:
-            v, mean, rstd = torch.native_layer_norm(
-                x_out, size, None, None, 1e-5
-            )  # [b, j, h], [b, j, 1] twice
-        grads.add("W_G1", self.matmul(v.flatten(0, 1).mT, grad_g.flatten(0, 1)))  # [h, d]
-        grad_v = self.matmul(grad_g, self.w.W_G1.mT.to(self.dtype))  # [b, j, h]
-        del v, grad_g
-        if size[0] > 1:
-            grad_v, _, _ = torch.ops.aten.native_layer_norm_backward(
-                grad_v, x_out, size, mean, rstd, None, None, [True, False, False]
-            )  # [b, j, h]
-        return grad_v
 
 
 def over_samples(values: Tensor) -> Tensor:

@@ -61,13 +61,15 @@ class StreamedSteps:
         """x_out [b, j, h] after the iteration; y [b, j, d] and s [b, j], which its backward pass needs."""
         p = self.p
         with tf32_under_autocast(p):
-            x_hat = None if x_out is None else p.scaled(p.predicted(x_out))  # [b, j, d]
+            M = None
+            if x_out is not None:
+                M = passes.new_matrix(p, p.n_out)  # [b, j, d]
+                p.steps.scores_matrix(p, p.steps.predicted(p, x_out), M)
             y = p.x_inp.new_empty(len(p.sqrt_n_inp), *p.w.W_F1.shape, dtype=p.dtype)  # [b, j, d]
             s = p.x_inp.new_empty(*y.shape[:2], dtype=p.dtype)  # [b, j]
-            passes.forward_pass(p, x_hat, self.f_a_inp, self.kept, y, s, phi, outputs)
+            passes.forward_pass(p, M, self.f_a_inp, self.kept, y, s, phi, outputs)
             p.total(y, s)
-            y /= p.sqrt_n_inp[..., None]
-            return p.outputs(y, s), y, s
+            return p.steps.outputs(p, y, s), y, s
 
     def backward(self, x_out, grad, y, s, need_weights: bool, need_grad_x: bool):
         """Gradients of x_out [b, j, h], of x_inp (None if not needed) and of the parameters.
@@ -81,17 +83,18 @@ class StreamedSteps:
         grad_f = torch.zeros_like(self.f_a_inp)  # [b, i]
         shared = self.f_a_inp, self.kept
         with tf32_under_autocast(p):
-            g = p.predicted(x_out)  # [b, j, d]
-            grad_y, grad_s = p.outputs_backward(grad, y, s, grads)  # [b, j, d], [b, j]
+            g = p.steps.predicted(p, x_out)  # [b, j, d]
+            M = into.new_matrix(p, first=False)  # [b, 2 j, d]
+            grad_s = p.steps.outputs_backward(p, grad, y, s, grads, M[:, : p.n_out])  # [b, j]
             grad_x_hat = passes.backward_pass(
-                p, g, *shared, grad_y, grad_s, into, grad_f, grads, fresh=True
+                p, g, *shared, M, grad_s, into, grad_f, grads, fresh=True
             )  # [b, j, d]
             p.total(grad_x_hat)
-            grad_x_out = p.predictions_backward(grad_x_hat, x_out, g, grads)  # [b, j, h]
+            grad_x_out = p.steps.predictions_backward(p, grad_x_hat, x_out, g, grads)  # [b, j, h]
             if need_weights or need_grad_x:
                 # f(a_inp) is of the first iteration, whose outputs have no gradient here.
-                zero_y, zero_s = torch.zeros_like(grad_y), torch.zeros_like(grad_s)  # [b, j, d], [b, j]
-                passes.backward_pass(p, None, *shared, zero_y, zero_s, into, grad_f, grads, fresh=False)
+                M, zero_s = into.new_matrix(p, first=True).zero_(), torch.zeros_like(grad_s)  # and [b, j]
+                passes.backward_pass(p, None, *shared, M, zero_s, into, grad_f, grads, fresh=False)
         return grad_x_out, into.grad_x, grads
 
 

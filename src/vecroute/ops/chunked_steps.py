@@ -1,0 +1,70 @@
+"""The small steps between two passes, in plain PyTorch, for any device."""
+
+import torch
+from torch import Tensor
+
+from vecroute.ops.common import normalize
+from vecroute.ops.problem import Grads, Problem, over_samples
+
+
+def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """x_out = (y W_F1) W_F2 + s B_F2, [b, j, h]; before, y [b, j, d] is divided by sqrt(n_inp), in place."""
+    y.div_(p.sqrt_n_inp[..., None])
+    x_out = matmul(p, y * p.w.W_F1, p.w.W_F2.to(p.dtype), out)  # [b, j, h]
+    return x_out.addcmul_(s[..., None], p.w.B_F2.to(p.dtype))  # [b, j, h]
+
+
+def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
+    """g = N(x_out) W_G1, [b, j, d]."""
+    return matmul(p, normalize(x_out), p.w.W_G1.to(p.dtype), out)  # [b, j, d]
+
+
+def scaled(p: Problem, g: Tensor, out: Tensor | None = None) -> Tensor:
+    """x_hat = W_G2 g + B_G2, [b, j, d]."""
+    return torch.addcmul(p.w.B_G2.to(p.dtype), g, p.w.W_G2.to(p.dtype), out=out)  # [b, j, d]
+
+
+def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
+    """What x_inp is multiplied with for z: x_hat, with W_S already in it if that has no i; [b, j, d]."""
+    return torch.mul(scaled(p, g), p.w.W_S.mT, out=out) if p.variable else scaled(p, g, out)
+
+
+def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads: Grads, out: Tensor):
+    """Fill out with grad_y [b, j, d] (of the sum itself), from grad_x_out [b, j, h]; give grad_s [b, j]."""
+    grad_u = matmul(p, grad_x_out, p.w.W_F2.mT.to(p.dtype))  # [b, j, d]
+    u = y * p.w.W_F1  # [b, j, d]
+    grads.add("W_F2", matmul(p, u.flatten(0, 1).mT, grad_x_out.flatten(0, 1)))  # [d, h]
+    grads.add("W_F1", over_samples(torch.mul(grad_u, y, out=u)))  # [j, d]
+    del u
+    grads.add("B_F2", over_samples(s[..., None] * grad_x_out))  # [j, h]
+    torch.div(grad_u.mul_(p.w.W_F1), p.sqrt_n_inp[..., None], out=out)  # [b, j, d]
+    return (grad_x_out * p.w.B_F2).sum(-1)  # [b, j]
+
+
+def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: Grads) -> Tensor:
+    """grad_x_out [b, j, h] from grad_x_hat [b, j, d]."""
+    grads.add("W_G2", over_samples(grad_x_hat * g))  # [j, d]
+    grads.add("B_G2", grad_x_hat.sum(0))  # [j, d], a view would keep more rows than these
+    grad_g = grad_x_hat * p.w.W_G2  # [b, j, d]
+    v, size = x_out, x_out.shape[-1:]
+    if size[0] > 1:
+        v, mean, rstd = torch.native_layer_norm(x_out, size, None, None, 1e-5)  # [b, j, h], [b, j, 1] twice
+    grads.add("W_G1", matmul(p, v.flatten(0, 1).mT, grad_g.flatten(0, 1)))  # [h, d]
+    grad_v = matmul(p, grad_g, p.w.W_G1.mT.to(p.dtype))  # [b, j, h]
+    del v, grad_g
+    if size[0] > 1:
+        grad_v, _, _ = torch.ops.aten.native_layer_norm_backward(
+            grad_v, x_out, size, mean, rstd, None, None, [True, False, False]
+        )  # [b, j, h]
+    return grad_v
+
+
+def matmul(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Product of small matrices; not rounded to float16, whose range sums over many inputs may leave.
+
+    Nor under autocast of a float32 x_inp: these products are tf32 then.
+    """
+    if p.x_inp.dtype == torch.bfloat16 and a.is_cuda:
+        product = a.to(p.rounded) @ b.to(p.rounded)
+        return product.to(p.dtype) if out is None else out.copy_(product)
+    return torch.matmul(a, b, out=out)

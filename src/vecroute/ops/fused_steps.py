@@ -1,0 +1,307 @@
+"""The small steps between two passes, as ``chunked_steps`` has them, in few Triton kernels.
+
+Each kernel does all that is elementwise between two products, and sums over samples without atomics, so that
+results are the same in every run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vecroute.ops.chunked_steps import scaled as scaled
+from vecroute.ops.common import normalize
+from vecroute.ops.fused import triton_dtype
+from vecroute.ops.fused_pairs import add_to
+from vecroute.ops.problem import Grads, Problem, over_samples
+from vecroute.ops.products import add
+
+
+@triton.jit
+def outputs_kernel(
+    y, s, sqrt_n_inp, W_F1, B_F2, u, x_out,  # [b, j, d], [b, j], [b], [j, d], [j, h], [b, j, d], [b, j, h]
+    n_rows, n_out, d_inp, d_out, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """y /= sqrt_n_inp, u = y W_F1 and x_out = s B_F2; a row is one output of one sample."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    m_row, j = row < n_rows, row % n_out
+    scale = tl.load(sqrt_n_inp + row // n_out, mask=m_row, other=1.0)
+    b_s = tl.load(s + row, mask=m_row, other=0.0)
+    for start in range(0, d_inp, BLOCK_D):
+        o_d = start + tl.arange(0, BLOCK_D)[None, :]
+        m = m_row & (o_d < d_inp)
+        b_y = tl.load(y + row * d_inp + o_d, mask=m, other=0.0) / scale
+        b_u = b_y * tl.load(W_F1 + j * d_inp + o_d, mask=m, other=0.0).to(T)
+        tl.store(y + row * d_inp + o_d, b_y, mask=m)
+        tl.store(u + row * d_inp + o_d, b_u.to(u.dtype.element_ty), mask=m)
+    for start in range(0, d_out, BLOCK_D):
+        o_h = start + tl.arange(0, BLOCK_D)[None, :]
+        m = m_row & (o_h < d_out)
+        b_B = tl.load(B_F2 + j * d_out + o_h, mask=m, other=0.0).to(T)
+        tl.store(x_out + row * d_out + o_h, b_s * b_B, mask=m)
+
+
+@triton.jit
+def scores_matrix_kernel(
+    g, W_G2, B_G2, W_S, out,  # [b, j, d], [j, d] twice, [j], [b, j, d]
+    n_rows, n_out, d_inp, out_b,
+    FIXED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """x_hat = W_G2 g + B_G2, and unless FIXED times W_S; a row is one output of one sample."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    m_row, b, j = row < n_rows, row // n_out, row % n_out
+    for start in range(0, d_inp, BLOCK_D):
+        o_d = start + tl.arange(0, BLOCK_D)[None, :]
+        m = m_row & (o_d < d_inp)
+        b_W = tl.load(W_G2 + j * d_inp + o_d, mask=m, other=0.0).to(T)
+        b_B = tl.load(B_G2 + j * d_inp + o_d, mask=m, other=0.0).to(T)
+        x_hat = b_W * tl.load(g + row * d_inp + o_d, mask=m, other=0.0) + b_B
+        if not FIXED:
+            x_hat *= tl.load(W_S + j, mask=m_row, other=0.0).to(T)
+        tl.store(out + b * out_b + j * d_inp + o_d, x_hat.to(out.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def scale_backward(grad, x, W, sqrt_n_inp, grad_x, u, grad_W, grad_B, k, part, first, last, n, grad_b,
+                   grad_x_b, fresh, OF_SUM: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+                   T: tl.constexpr):  # fmt: skip
+    """Some of n numbers j, d: grad_x = W grad; summed over samples, grad_W of x grad and grad_B of grad."""
+    o = k.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    m_o = o < n
+    b_W = tl.load(W + o, mask=m_o, other=0.0).to(T)
+    sum_W = tl.zeros([BLOCK_B, BLOCK_N], T)
+    sum_B = tl.zeros([BLOCK_B, BLOCK_N], T)
+    for start in range(first, last, BLOCK_B):
+        b = start + tl.arange(0, BLOCK_B)[:, None].to(tl.int64)
+        m = (b < last) & m_o
+        b_grad = tl.load(grad + b * grad_b + o, mask=m, other=0.0)
+        b_x = tl.load(x + b * n + o, mask=m, other=0.0)
+        sum_W += b_grad * b_x
+        sum_B += b_grad
+        b_grad_x = b_grad * b_W
+        if OF_SUM:
+            b_grad_x /= tl.load(sqrt_n_inp + b, mask=b < last, other=1.0)
+            tl.store(u + b * n + o, (b_x * b_W).to(u.dtype.element_ty), mask=m)
+        tl.store(grad_x + b * grad_x_b + o, b_grad_x.to(grad_x.dtype.element_ty), mask=m)
+    add_to(grad_W + part * n + o, tl.sum(sum_W, 0)[None, :], m_o, fresh, T)
+    if not OF_SUM:
+        add_to(grad_B + part * n + o, tl.sum(sum_B, 0)[None, :], m_o, fresh, T)
+
+
+@triton.jit
+def bias_backward(grad, s, grad_B, k, part, first, last, n_out, d_out, n, fresh, BLOCK_B: tl.constexpr,
+                  BLOCK_N: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Some of n numbers j, h: grad_B of s grad, summed over samples."""
+    o = k.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    m_o, j = o < n, o // d_out
+    total = tl.zeros([BLOCK_B, BLOCK_N], T)
+    for start in range(first, last, BLOCK_B):
+        b = start + tl.arange(0, BLOCK_B)[:, None].to(tl.int64)
+        m = (b < last) & m_o
+        b_s = tl.load(s + b * n_out + j, mask=m, other=0.0)
+        total += b_s * tl.load(grad + b * n + o, mask=m, other=0.0)
+    add_to(grad_B + part * n + o, tl.sum(total, 0)[None, :], m_o, fresh, T)
+
+
+@triton.jit
+def bias_backward_rows(grad, B, grad_s, k, n_rows, n_out, d_out, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+                       T: tl.constexpr):  # fmt: skip
+    """Some rows b, j: grad_s of B grad, summed over h."""
+    row = k * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    m_row, j = row < n_rows, row % n_out
+    total = tl.zeros([BLOCK_R, BLOCK_D], T)
+    for start in range(0, d_out, BLOCK_D):
+        o_h = start + tl.arange(0, BLOCK_D)[None, :]
+        m = m_row & (o_h < d_out)
+        b_B = tl.load(B + j * d_out + o_h, mask=m, other=0.0).to(T)
+        total += b_B * tl.load(grad + row * d_out + o_h, mask=m, other=0.0)
+    tl.store(grad_s + row, tl.sum(total, 1)[:, None], mask=m_row)
+
+
+@triton.jit
+def outputs_backward_kernel(
+    grad_x_out,  # [b, j, h]
+    grad_u, y, s, sqrt_n_inp, W_F1, B_F2,  # [b, j, d] twice, [b, j], [b], [j, d], [j, h]
+    grad_y,  # [b, j, d], of the sum itself
+    u,  # [b, j, d] y W_F1
+    grad_s,  # [b, j]
+    grad_W_F1, grad_B_F2,  # [parts, j, d], [parts, j, h]
+    n_batch, n_rows, n_out, d_out, n_d, n_h,  # how many b, b j, j, h, j d, j h
+    grad_y_b,
+    step,  # how many samples a part has
+    fresh_W, fresh_B,  # whether these gradients are stored instead of added to
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,  # samples and numbers
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,  # rows and features
+    T: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ``outputs_kernel``: programs for W_F1, then for B_F2, then for s."""
+    k, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, last = part * step, tl.minimum((part + 1) * step, n_batch)
+    k_B = k - tl.cdiv(n_d, BLOCK_N)
+    k_s = k_B - tl.cdiv(n_h, BLOCK_N)
+    if k_B < 0:
+        scale_backward(grad_u, y, W_F1, sqrt_n_inp, grad_y, u, grad_W_F1, grad_W_F1, k, part, first, last,
+                       n_d, n_d, grad_y_b, fresh_W, True, BLOCK_B, BLOCK_N, T)  # fmt: skip
+    elif k_s < 0:
+        bias_backward(grad_x_out, s, grad_B_F2, k_B, part, first, last, n_out, d_out, n_h, fresh_B, BLOCK_B,
+                      BLOCK_N, T)  # fmt: skip
+    else:
+        row_block = k_s * tl.num_programs(1) + part
+        bias_backward_rows(grad_x_out, B_F2, grad_s, row_block, n_rows, n_out, d_out, BLOCK_R, BLOCK_D, T)
+
+
+@triton.jit
+def predictions_backward_kernel(
+    grad_x_hat, g, W_G2, grad_g,  # [b, j, d] twice, [j, d], [b, j, d]
+    grad_W_G2, grad_B_G2,  # [parts, j, d] each
+    n_batch, n_d, grad_x_hat_b, step, fresh,  # as above
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """The gradient of x_hat = W_G2 g + B_G2."""
+    k, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, last = part * step, tl.minimum((part + 1) * step, n_batch)
+    scale_backward(grad_x_hat, g, W_G2, g, grad_g, grad_g, grad_W_G2, grad_B_G2, k, part, first, last, n_d,
+                   grad_x_hat_b, n_d, fresh, False, BLOCK_B, BLOCK_N, T)  # fmt: skip
+
+
+def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``chunked_steps.outputs``."""
+    (b, j, d), h = y.shape, p.w.B_F2.shape[1]
+    u = torch.empty_like(y, dtype=step_dtype(p))  # [b, j, d]
+    x_out = y.new_empty(b, j, h) if out is None else out  # [b, j, h]
+    blocks = row_blocks(max(d, h))
+    outputs_kernel[triton.cdiv(b * j, blocks["BLOCK_R"]),](
+        y, s, p.sqrt_n_inp, p.w.W_F1, p.w.B_F2, u, x_out, b * j, j, d, h, T=triton_dtype(p), **blocks,
+    )  # fmt: skip
+    add_product(x_out.view(-1, h), u.view(-1, d), p.w.W_F2, fresh=False)
+    return x_out
+
+
+def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``chunked_steps.predicted``."""
+    g = x_out.new_empty(*x_out.shape[:2], p.w.W_G1.shape[1]) if out is None else out  # [b, j, d]
+    v = normalize(x_out).to(step_dtype(p))  # [b, j, h]
+    add_product(g.flatten(0, 1), v.flatten(0, 1), p.w.W_G1, fresh=True)
+    return g
+
+
+def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
+    """As ``chunked_steps.scores_matrix``."""
+    b, j, d = g.shape
+    blocks = row_blocks(d)
+    scores_matrix_kernel[triton.cdiv(b * j, blocks["BLOCK_R"]),](
+        g, p.w.W_G2, p.w.B_G2, p.w.W_S, out, b * j, j, d, out.stride(0),
+        FIXED=not p.variable, T=triton_dtype(p), **blocks,
+    )  # fmt: skip
+    return out
+
+
+def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads: Grads, out: Tensor):
+    """As ``chunked_steps.outputs_backward``."""
+    (b, j, d), h = y.shape, grad_x_out.shape[-1]
+    grad_x_out, s = grad_x_out.contiguous(), s.contiguous()  # [b, j, h], [b, j]
+    rows = grad_x_out.view(-1, h).to(step_dtype(p))  # [b j, h]
+    grad_u, u = torch.empty_like(y), torch.empty_like(y, dtype=rows.dtype)  # [b, j, d] each
+    add_product(grad_u.view(-1, d), rows, p.w.W_F2.mT, fresh=True)
+    sums, by_row = sum_blocks(b), row_blocks(h)
+    parts, step = parts_of(b, j * max(d, h))
+    grad_W, fresh_W = sums_of(p, grads, "W_F1", parts)  # [parts, j, d]
+    grad_B, fresh_B = sums_of(p, grads, "B_F2", parts)  # [parts, j, h]
+    grad_s = torch.empty_like(s)  # [b, j]
+    of_sums, of_rows = sums["BLOCK_N"], by_row["BLOCK_R"] * parts
+    n_blocks = triton.cdiv(j * d, of_sums) + triton.cdiv(j * h, of_sums) + triton.cdiv(b * j, of_rows)
+    outputs_backward_kernel[n_blocks, parts](
+        grad_x_out, grad_u, y, s, p.sqrt_n_inp, p.w.W_F1, p.w.B_F2, out, u, grad_s, grad_W, grad_B,
+        b, b * j, j, h, j * d, j * h, out.stride(0), step, fresh_W, fresh_B,
+        T=triton_dtype(p), **sums, **by_row,
+    )  # fmt: skip
+    add_parts(grads, "W_F1", grad_W)
+    add_parts(grads, "B_F2", grad_B)
+    add_gradient(p, grads, "W_F2", u.view(-1, d).mT, rows)
+    return grad_s
+
+
+def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: Grads) -> Tensor:
+    """As ``chunked_steps.predictions_backward``."""
+    (b, j, d), size = g.shape, x_out.shape[-1:]
+    grad_g = torch.empty_like(g, dtype=step_dtype(p))  # [b, j, d]
+    blocks, (parts, step) = sum_blocks(b), parts_of(b, j * d)
+    grad_W, fresh = sums_of(p, grads, "W_G2", parts)  # [parts, j, d]
+    grad_B, _ = sums_of(p, grads, "B_G2", parts)  # [parts, j, d]
+    predictions_backward_kernel[triton.cdiv(j * d, blocks["BLOCK_N"]), parts](
+        grad_x_hat, g, p.w.W_G2, grad_g, grad_W, grad_B, b, j * d, grad_x_hat.stride(0), step, fresh,
+        T=triton_dtype(p), **blocks,
+    )  # fmt: skip
+    add_parts(grads, "W_G2", grad_W)
+    add_parts(grads, "B_G2", grad_B)
+    v, rows = x_out, grad_g.view(-1, d)  # [b, j, h], [b j, d]
+    if size[0] > 1:
+        v, mean, rstd = torch.native_layer_norm(x_out, size, None, None, 1e-5)  # [b, j, h], [b, j, 1] twice
+    add_gradient(p, grads, "W_G1", v.flatten(0, 1).to(rows.dtype).mT, rows)
+    grad_v = torch.empty_like(x_out)  # [b, j, h]
+    add_product(grad_v.view(-1, size[0]), rows, p.w.W_G1.mT, fresh=True)
+    if size[0] > 1:
+        grad_v, _, _ = torch.ops.aten.native_layer_norm_backward(
+            grad_v, x_out, size, mean, rstd, None, None, [True, False, False]
+        )  # [b, j, h]
+    return grad_v
+
+
+def step_dtype(p: Problem) -> torch.dtype:
+    """Of operands of small products: not float16, whose range sums over many inputs may leave."""
+    return p.operand_dtype if p.x_inp.is_cuda and p.rounded == torch.bfloat16 else p.dtype
+
+
+def row_blocks(n: int) -> dict[str, int]:
+    """Rows, and features of a row of n."""
+    block = min(triton.next_power_of_2(n), 1024)
+    return {"BLOCK_R": 1024 // block, "BLOCK_D": block}
+
+
+def sum_blocks(b: int) -> dict[str, int]:
+    """Samples to sum over, and numbers of each."""
+    block = min(triton.next_power_of_2(max(1, b)), 8)
+    return {"BLOCK_B": block, "BLOCK_N": 1024 // block}
+
+
+def parts_of(b: int, n: int) -> tuple[int, int]:
+    """In how many parts to sum n numbers over b samples, and how many samples each has.
+
+    One, unless there are so many samples and so few numbers that a GPU would not be busy.
+    """
+    parts = max(1, min(b // 64, 2**17 // n, 2**10))
+    return parts, triton.cdiv(b, parts)
+
+
+def sums_of(p: Problem, grads: Grads, name: str, parts: int) -> tuple[Tensor, int]:
+    """Where a kernel sums the gradient of a parameter, [parts, j, d]; and whether that is new memory.
+
+    One part adds to the gradient that is there.
+    """
+    if parts == 1 and name in grads:
+        return grads[name][None], 0
+    return p.sqrt_n_inp.new_empty(parts, *getattr(p.w, name).shape), 1  # [parts, j, d]
+
+
+def add_parts(grads: Grads, name: str, sums: Tensor) -> None:
+    """Hand over the sums [parts, j, d], unless they are the gradient itself."""
+    if name not in grads or len(sums) > 1:
+        grads.add(name, over_samples(sums))  # [j, d]
+
+
+def add_gradient(p: Problem, grads: Grads, name: str, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to a gradient, or make it that."""
+    fresh = name not in grads
+    if fresh:
+        grads[name] = a.new_empty(a.shape[0], b.shape[1], dtype=p.dtype)  # [n, m]
+    add_product(grads[name], a, b, fresh)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
+    """out [n, m] += a @ b, in place, or = if fresh; b is rounded as a is."""
+    b = b.to(a.dtype)  # [k, m]
+    if a.dtype == out.dtype:
+        out.addmm_(a, b, beta=0 if fresh else 1)
+    else:
+        product = torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a @ b  # [n, m]
+        add(out, product, fresh)
