@@ -118,3 +118,15 @@ def test_what_the_host_does_for_a_chunk(launches):
     assert forward_20 - forward <= 2 * 10 * 6  # x, its rows, two products and a sum, for each of two passes
     assert backward_20 - backward <= 2 * 10 * 12  # and the rows of what waits, or copies of it
     assert launches == {"coefficients_kernel": 60, "coefficients_backward_kernel": 60}
+
+
+def test_parts_of_samples_use_the_same_memory(launches, rooms):
+    """The gradients of parameters with an i, a part for each sample of a chunk, are as large as all the rest."""
+    layer = with_noise(vr.VectorRouting(n_inp=6, n_out=3, d_inp=8, d_out=2)).requires_grad_(False)
+    options = {"implementation": "fused", "tuning": Tuning(12)}
+    p = problem(*operator_arguments(torch.randn(8, 6, 8), layer.weights(), None, None, 1 / 3, **options))
+    x_out, *saved = loop.forward(p, 2)
+    rooms.clear()
+    loop.backward(p, x_out, *saved, need_grad_x=True)
+    assert launches["coefficients_backward_kernel"] == 2 * 4
+    assert [room["parts"].numel() for room in rooms] == [4 * 12 * 3, 2 * 12 * 3]

@@ -108,7 +108,7 @@ def coefficients_backward(
         of_pairs = [grads[name][None] for name in names]  # [1, i, j] each
     else:
         # One part per sample, summed below: no two programs write to one place.
-        of_pairs = list(f.new_empty(len(names), b, i, n_out))  # [b, i, j] each
+        of_pairs = list(room.take("parts", f, len(names), b, i, n_out))  # [b, i, j] each
     if c is None:
         fresh = fresh and like.samples.start == 0
     to_sum = results[..., n_out:]  # [b, i, q - j]
