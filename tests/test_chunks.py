@@ -25,7 +25,7 @@ def tf32():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """How often each kernel over pairs is launched; none of them does anything."""
+    """How often each kernel is launched; none of them does anything."""
     launches = Counter()
 
     class Kernel:
@@ -35,11 +35,12 @@ def launches(monkeypatch):
         def __getitem__(self, grid):
             return self
 
-        def __call__(self, **arguments):
+        def __call__(self, *args, **arguments):
             launches[self.name] += 1
 
-    for name in ("coefficients_kernel", "coefficients_backward_kernel"):
-        monkeypatch.setattr(fused, name, Kernel(name))
+    for step in ("coefficients", "activations"):
+        for name in (f"{step}_kernel", f"{step}_backward_kernel"):
+            monkeypatch.setattr(fused, name, Kernel(name))
     monkeypatch.setattr(Problem, "steps", chunked_steps)  # no kernels there
     return launches
 
@@ -121,7 +122,7 @@ def test_what_the_host_does_for_a_chunk(launches):
 
 
 def test_parts_of_samples_use_the_same_memory(launches, rooms):
-    """The gradients of parameters with an i, a part for each sample of a chunk, are as large as all the rest."""
+    """The gradients of what has an i, a part for each sample of a chunk: as large as all the rest."""
     layer = with_noise(vr.VectorRouting(n_inp=6, n_out=3, d_inp=8, d_out=2)).requires_grad_(False)
     options = {"implementation": "fused", "tuning": Tuning(12)}
     p = problem(*operator_arguments(torch.randn(8, 6, 8), layer.weights(), None, None, 1 / 3, **options))
