@@ -72,6 +72,13 @@ def betas(c_sum, c_ign, o_c, o_j, m, FIXED: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def from_row(start, n_out, c_sum, c_ign, W_S, B_S):
+    """Pointers to parameters of a fixed length, [i, j], from a row on: moved so, they take fewer registers."""
+    offset = start.to(tl.int64) * n_out
+    return c_sum + offset, c_ign + offset, W_S + offset, B_S + offset
+
+
+@triton.jit
 def to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED: tl.constexpr):
     """Offsets of a block of [b, i, j] or, where TRANSPOSED, [b, j, i] numbers."""
     if TRANSPOSED:
@@ -114,7 +121,9 @@ def coefficients_kernel(
     b = tl.program_id(1).to(tl.int64)
     m_i = o_i < n_inp
     o_row = start + o_i
-    o_S, o_use = o_row * (n_out if FIXED else 0), b * use_b + o_row * use_i
+    o_S, o_use = o_i * (n_out if FIXED else 0), b * use_b + o_row * use_i
+    if FIXED:
+        c_sum, c_ign, W_S, B_S = from_row(start, n_out, c_sum, c_ign, W_S, B_S)
     o_dot = (b * n_inp + o_i) * dot_i * VEC
     o_c = o_S if FIXED else (b * c_b + (o_row if C_OF_ALL else o_i) * c_i) * VEC
     p_f = f + b * f_b + o_row
@@ -194,7 +203,9 @@ def coefficients_backward_kernel(
     b = tl.program_id(1).to(tl.int64)
     m_i = o_i < n_inp
     o_row = start + o_i
-    o_S, o_use = o_row * (n_out if FIXED else 0), b * use_b + o_row * use_i
+    o_S, o_use = o_i * (n_out if FIXED else 0), b * use_b + o_row * use_i
+    if FIXED:
+        c_sum, c_ign, W_S, B_S = from_row(start, n_out, c_sum, c_ign, W_S, B_S)
     o_pairs = (b * n_inp + o_i) * pairs_i * VEC
     o_c = o_S if FIXED else (b * c_b + (o_row if C_OF_ALL else o_i) * c_i) * VEC
     o_grad_c = (b * grad_c_b + (o_row if GRADS_OF_ALL else o_i) * grad_c_i) * VEC
