@@ -41,6 +41,7 @@ def launches(monkeypatch):
     for step in ("coefficients", "activations"):
         for name in (f"{step}_kernel", f"{step}_backward_kernel"):
             monkeypatch.setattr(fused, name, Kernel(name))
+    monkeypatch.setattr(fused, "sum_samples_kernel", Kernel("sum_samples_kernel"))
     monkeypatch.setattr(Problem, "steps", chunked_steps)  # no kernels there
     return launches
 

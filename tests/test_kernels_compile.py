@@ -13,7 +13,8 @@ from triton.compiler import ASTSource
 from vecroute.ops import fused_halves, fused_pairs, fused_product, fused_steps
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
-POINTERS = [*POINTERS.split(), "top", "tops", "weights", *"y s u g W_F1 B_F2 W_G2 B_G2 x_out".split()]
+POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
+POINTERS = POINTERS.split()
 
 
 def is_pointer(name):
@@ -46,6 +47,7 @@ whole = {"RESULTS_OF_ALL": True, "GRADS_OF_ALL": True, "PRIOR": 0.01}
 one_tile = fixed | whole | {"TILES": 1}
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=False, HALVED=True, **one_tile)
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable, **whole)
+compile(fused_pairs.sum_samples_kernel, 4, BLOCK_B=32, BLOCK_N=32, T=tl.float32)
 compile(fused_pairs.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 compile(fused_pairs.activations_backward_kernel, 4, GRAD_X=True, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 sizes = {"BLOCK_I": 64, "BLOCK_N": 64, "BLOCK_K": 32}
@@ -67,4 +69,4 @@ def test_every_kernel_compiles():
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 12
+    assert len(done.stdout.split()) == 13

@@ -372,6 +372,14 @@ def test_pairs_that_fill_the_memory_they_wait_in(implementation, n_out, rows, na
     assert_layer_as_good(layer, torch.randn(5, 150))
 
 
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pairs_of_several_iterations_wait(implementation, fixed, nan_filled_memory):
+    """Side by side, as the rows of M that they are multiplied with do."""
+    layer = make(13, 2, 20, 6, fixed=fixed, implementation=implementation, n_iters=4)
+    assert_layer_as_good(layer, torch.randn(3, 13, 20))
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_plain_calls_go_past_the_dispatcher(implementation, monkeypatch):
     """With the numbers of the operator, which is for whoever follows calls: compilers, modes, fake ones."""

@@ -14,6 +14,7 @@ from vecroute.ops.fused_pairs import (
     activations_kernel,
     coefficients_backward_kernel,
     coefficients_kernel,
+    sum_samples_kernel,
 )
 from vecroute.ops.fused_product import rows_times
 from vecroute.ops.problem import Problem
@@ -81,10 +82,11 @@ def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, room: Room) 
     return room.take(name, like, b, j, i).mT if transposes(p, chunk) else room.take(name, like, b, i, j)
 
 
-def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, room: Room):
+def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, exact: bool, room: Room):
     """As ``chunked.coefficients``."""
     b, i = like.shape
-    phi = to_be_summed(p, "phi", like, f, room)  # [b, i, j]
+    dtype = p.dtype if exact else p.operand_dtype
+    phi = to_be_summed(p, "phi", like, f.new_empty(0, dtype=dtype), room)  # [b, i, j]
     linear = a if dot is None else dot  # [b, i, 1 to 8 or j]
     strides = {"dot_i": 0 if linear is None else linear.stride(1)}
     blocks = blocks_of_pairs(p.n_out)
@@ -108,7 +110,8 @@ def coefficients_backward(
         of_pairs = [grads[name][None] for name in names]  # [1, i, j] each
     else:
         # One part per sample, summed below: no two programs write to one place.
-        of_pairs = list(room.take("parts", f, len(names), b, i, n_out))  # [b, i, j] each
+        parts = room.take("parts", f, len(names), b, i, n_out)  # [2 or 4, b, i, j]
+        of_pairs = list(parts)  # [b, i, j] each
     if c is None:
         fresh = fresh and like.samples.start == 0
     to_sum = results[..., n_out:]  # [b, i, q - j]
@@ -134,9 +137,11 @@ def coefficients_backward(
     def fill(chunk: Chunk) -> None:
         launch(start=chunk.rows.start)
         if c is None and b > 1:
-            for name, part in zip(names, of_pairs, strict=True):
-                grad = grads[name][chunk.rows]  # [i, j]
-                torch.sum(part, 0, out=grad) if fresh else grad.add_(part.sum(0))
+            sums = [grads[name][chunk.rows] for name in names]  # [i, j] each
+            n, block = i * n_out, {"BLOCK_B": 32, "BLOCK_N": 32, "T": triton_dtype(p)}
+            sum_samples_kernel[triton.cdiv(n, 32), len(names)](
+                parts, sums[0], sums[1], sums[-2], sums[-1], b, n, int(fresh), **block
+            )
 
     return to_sum, fill
 

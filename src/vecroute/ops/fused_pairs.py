@@ -160,6 +160,31 @@ def add_to(pointer, value, mask, fresh, T: tl.constexpr):
     tl.store(pointer, (before + value).to(pointer.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def sum_samples_kernel(
+    parts,  # [k, b, n], k <= 4
+    sum_0, sum_1, sum_2, sum_3,  # [n] each, added to
+    n_batch, n,
+    fresh,  # whether they are stored instead of added to
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Each sum is that of its parts over b."""
+    k = tl.program_id(1).to(tl.int64)
+    o = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros([BLOCK_B, BLOCK_N], T)
+    for start in range(0, n_batch, BLOCK_B):
+        b = start + tl.arange(0, BLOCK_B)[:, None]
+        total += tl.load(parts + (k * n_batch + b) * n + o, mask=(b < n_batch) & (o < n), other=0.0)
+    out = sum_0
+    if k == 1:
+        out = sum_1
+    if k == 2:
+        out = sum_2
+    if k == 3:
+        out = sum_3
+    add_to(out + o, tl.sum(total, 0)[None, :], o < n, fresh, T)
+
+
 @triton.jit(do_not_specialize=["start"])
 def coefficients_backward_kernel(
     pairs,  # [b, i, 2 j] grad_phi and dot; where FIRST [b, i, j]

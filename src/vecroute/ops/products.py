@@ -64,6 +64,8 @@ def accumulate_over_inputs(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh:
     """The same where the product is itself a sum over inputs: few rows of a, as long as there are inputs."""
     if p.operand_dtype == out.dtype:
         out.baddbmm_(a.to(out.dtype), b.to(out.dtype), beta=0 if fresh else 1)
+    elif fresh and out.dtype == p.dtype:
+        product(p, a, b, out)
     else:
         add(out, product(p, a, b), fresh)
 
@@ -88,13 +90,16 @@ def widened(*tensors: Tensor) -> list[Tensor]:
     return [t.view(torch.complex128) if has_wide else t for t in tensors]  # [b, i, k / wide or k]
 
 
-def summer(out: Tensor, n_rows: int) -> Callable[[Tensor, bool], object]:
+def summer(out: Tensor, n_rows: int, rounded: bool = False) -> Callable[[Tensor, bool], object]:
     """What adds to out [b, k] the sum over i of values [b, k, i], in place, or stores it if fresh."""
-    if out.is_cuda and len(out) == 1 and n_rows >= 2**13:
+    if out.is_cuda and len(out) == 1 and n_rows >= 2**13 and not rounded:
         # A product with ones is twice as fast as a sum of so many rows.
         total, ones = out[0], out.new_ones(n_rows)  # [k], [i]
         return lambda values, fresh: torch.addmv(total, values[0], ones, beta=0 if fresh else 1, out=total)
-    return lambda values, fresh: torch.sum(values, -1, out=out) if fresh else out.add_(values.sum(-1))
+    options: Any = {"dtype": out.dtype}  # values may be rounded
+    return lambda values, fresh: (
+        torch.sum(values, -1, out=out, **options) if fresh else out.add_(values.sum(-1, **options))
+    )
 
 
 def over_batch(t: Tensor) -> Tensor:
