@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecroute.ops import clusters
 from vecroute.ops.chunks import Chunk, Room, alike, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns, with_shared
 from vecroute.ops.problem import Grads, Problem, over_samples
@@ -89,6 +90,8 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         outputs: the columns of phi to write, None for all.
     """
     first = M is None
+    if phi_out is None and clusters.can_iterate(p, first):
+        return clusters.iterate(p, M, f_a_inp, y, s)
     if not writes(p):
         y.zero_()
         s.zero_()

@@ -40,6 +40,7 @@ class Problem:
     tuning: Tuning
     implementation: str
     group: str = ""  # of the ranks that hold the other inputs
+    units: Tensor | None = None  # [c, i] of rows of x_inp, from the first iteration in ``clusters``
 
     @cached_property
     def pairs(self) -> ModuleType:

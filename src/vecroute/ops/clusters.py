@@ -1,0 +1,151 @@
+"""One iteration with x_inp read once, on a GPU whose multiprocessors work in clusters (Hopper).
+
+A multiprocessor cannot hold rows of x_inp until their scores are known, and the sums [j, d] besides. A
+cluster of them can, each with a part of the features. ``clusters.cu`` has the kernel, which PyTorch compiles
+when it is first called; here is when it can be used, and how.
+"""
+
+import ctypes
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecroute.ops.problem import Problem
+from vecroute.ops.products import fits_descriptor, row_weights
+
+D = 256  # features of a block
+MOST_OUTPUTS = 104  # as many as fit the registers
+THREADS = 512
+LEAST_ROWS = 50_000  # below, launches cost more than reading twice
+
+
+def can_iterate(p: Problem, first: bool) -> bool:
+    """Whether an iteration can go through ``iterate``: one long sample of a fixed length, in tf32.
+
+    Iterations after the first need what it has left in ``p.units``.
+    """
+    (b, i, d), j = p.x_inp.shape, p.n_out
+    if p.implementation != "fused" or not p.x_inp.is_cuda or p.variable or p.use is not None or b != 1:
+        return False
+    if i < LEAST_ROWS or d not in (2 * D, 4 * D, 8 * D) or not 32 <= j <= MOST_OUTPUTS or j % 4:
+        return False
+    if torch.backends.cuda.matmul.fp32_precision != "tf32" or not (first or p.units is not None):
+        return False
+    w = p.w
+    pairs = w.beta_use, w.beta_ign, w.W_S, w.B_S  # [i, j] each
+    plain = all(fits_descriptor(t) and t.is_contiguous() for t in pairs) and w.B_A.dtype == torch.float32
+    plain &= fits_descriptor(p.x_inp[0]) and fits_descriptor(w.W_A)
+    return plain and has_kernels(d // D, j, p.x_inp.device)
+
+
+@cache
+def has_kernels(c: int, n_out: int, device: torch.device) -> bool:
+    """Whether both kernels, of the first iteration and of others, can be compiled for a device."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if torch.version.cuda is None or (properties.major, properties.minor) != (9, 0):
+        return False
+    if shared_bytes(c, n_out, first=False) > properties.shared_memory_per_block_optin:
+        return False
+    try:
+        return all(kernel(c, n_out, first, device) for first in (True, False))
+    except (OSError, RuntimeError, AttributeError):  # nothing to compile with, or a PyTorch that does not
+        return False
+
+
+def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> None:
+    """As ``passes.forward_pass``: fill y [1, j, d] and s [1, j], first of all f_a_inp [1, i] too."""
+    (i, d), device = p.x_inp.shape[1:], p.x_inp.device
+    c, first = d // D, x_hat is None
+    launch, n_clusters = kernel(c, p.n_out, first, device)
+    j = -(-p.n_out // 8) * 8
+    y_parts, s_parts = y.new_empty(n_clusters, d, j), y.new_empty(n_clusters * c, j)  # [., d, j], [., j]
+    if first:
+        p.units = y.new_empty(c, i)  # [c, i]
+        halves = units = y  # not read
+    else:
+        units = row_weights(x_hat)[0] / 2**14  # [j, 1]
+        halves = (x_hat[0] / units).half()  # [j, d]
+    w, x = p.w, p.x_inp[0]  # [i, d]
+    arguments = [
+        x, w.W_A, w.B_A, p.sqrt_n_inp, halves, units, w.beta_use, w.beta_ign, w.W_S, w.B_S, f_a_inp, p.units,
+        y_parts, s_parts, i, p.n_out, x.stride(0), w.W_A.stride(0),
+    ]  # fmt: skip
+    with torch.cuda.device(device):
+        launch(
+            grid=(n_clusters * c, 1, 1),
+            block=(THREADS, 1, 1),
+            args=arguments,
+            shared_mem=shared_bytes(c, p.n_out, first),
+        )
+    y[0] = y_parts.sum(0).mT[: p.n_out]  # [j, d]
+    s[0] = s_parts.sum(0)[: p.n_out]  # [j]
+
+
+@cache
+def kernel(c: int, n_out: int, first: bool, device: torch.device) -> tuple[Any, int]:
+    """The compiled kernel, and how many clusters the device runs at a time."""
+    with torch.cuda.device(device):
+        compiled = torch.cuda._compile_kernel(source(c, n_out, first), "iteration", compute_capability="90a")
+        compiled.set_shared_memory_config(shared_bytes(c, n_out, first))
+        return compiled, clusters_at_a_time(compiled.func, c, shared_bytes(c, n_out, first))
+
+
+def source(c: int, n_out: int, first: bool) -> str:
+    """The kernel for sizes that it has as constants."""
+    tiles = -(-n_out // 8)
+    of_group = -(-tiles // 4)  # of scores
+    constants = f"constexpr int C = {c}, NT = {tiles}, FIRST = {int(first)}, TILES = {of_group};\n"
+    products = multiplication("scores_mma", of_group, transposed=0) + multiplication(
+        "sum_mma", tiles, transposed=1
+    )
+    here = files("vecroute.ops")
+    hopper, clusters = (here.joinpath(name).read_text() for name in ("hopper.cu", "clusters.cu"))
+    return hopper + constants + products + clusters
+
+
+def multiplication(name: str, tiles: int, transposed: int) -> str:
+    """A function that adds a @ b, [64, 16] @ [16, 8 tiles], to r, or writes it there if not ``add``."""
+    n = 4 * tiles
+    registers = ", ".join(f"%{k}" for k in range(n))
+    outputs = ", ".join(f'"+f"(r[{k}])' for k in range(n))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{8 * tiles}k16.f32.f16.f16"
+    return (
+        f"INLINE void {name}(float (&r)[{n}], u64 a, u64 b, int add = 1) {{\n"
+        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + 2}, 0;\\n'
+        f'{instruction} {{{registers}}}, %{n}, %{n + 1}, p, 1, 1, {transposed}, {transposed};\\n}}"\n'
+        f'        : {outputs} : "l"(a), "l"(b), "r"(add));\n}}\n'
+    )
+
+
+def shared_bytes(c: int, n_out: int, first: bool) -> int:
+    """The size of shared memory, as ``clusters.cu`` divides it."""
+    rows, warps, stages, j = 64, 16, 4 if first else 3, -(-n_out // 8) * 8
+    loaded = stages * warps * D * 4
+    tiles = 2 * rows * D * 2 + 2 * rows * 128  # x_inp and phi
+    others = loaded + 2 * rows * 4 if first else j * D * 2 + (2 * c - 1) * (rows // c) * j * 4
+    return tiles + loaded + others + 3 * rows * 4 + j * 4 + stages * warps * 4 + 16
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of CUDA's driver."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("n_attributes", ctypes.c_uint),
+    ]
+
+
+def clusters_at_a_time(function: Any, c: int, shared: int) -> int:
+    """How many clusters of c blocks the current device runs at once."""
+    n, config = ctypes.c_int(), LaunchConfig(c, 1, 1, THREADS, 1, 1, shared)
+    status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters(
+        ctypes.byref(n), function, ctypes.byref(config)
+    )
+    if status or n.value < 1:
+        raise RuntimeError(f"no cluster of {c} blocks fits this device (CUDA's driver says {status}).")
+    return n.value
