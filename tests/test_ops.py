@@ -10,7 +10,7 @@ from tolerance import assert_layer_as_good, outcome, twin
 import vecroute as vr
 from vecroute.ops import Tuning
 from vecroute.ops.chunks import chunks
-from vecroute.ops.library import operator_arguments, problem
+from vecroute.ops.library import operator_arguments, problem, sqrt_lengths
 
 SIZES = [  # n_inp, n_out, d_inp, d_out
     (63, 5, 17, 9),
@@ -392,6 +392,16 @@ def test_plain_calls_go_past_the_dispatcher(implementation, monkeypatch):
     for op in ("loop_op", "loop_backward_op"):
         monkeypatch.setattr(f"vecroute.ops.library.{op}", None)
     outcome(layer, x_inp)
+
+
+def test_lengths_of_plain_calls(monkeypatch):
+    """Computed by the host: the same numbers, and 1 where there are no inputs."""
+    xs = [torch.empty(2, 3, n, 4) for n in (0, 1, 7, 350, 4925, 999_983)]
+    plain = [sqrt_lengths(x, None, None, "") for x in xs]  # [6, 1] each
+    monkeypatch.setattr("vecroute.ops.library.is_plain", lambda x: False)
+    for x, lengths in zip(xs, plain, strict=True):
+        torch.testing.assert_close(lengths, sqrt_lengths(x, None, None, ""), rtol=2e-7, atol=0)
+    assert plain[0].tolist() == [[1.0]] * 6
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")

@@ -212,22 +212,31 @@ def operator_arguments(
 ) -> tuple:
     """The arguments of ``problem``: batch dimensions as one, b, and the weights that there are as a list."""
     batch = x_inp.shape[:-2]
-    rounded, dtype = product_dtype(x_inp), compute_dtype(x_inp.dtype)
+    rounded = product_dtype(x_inp)
     use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
     if use is not None:
         use = use.expand(*batch, *use.shape[-2:]).reshape(math.prod(batch), *use.shape[-2:])  # [b, i, j or 1]
+    sqrt_n_inp = sqrt_lengths(x_inp, input_mask, cu_seqlens, group)  # [b, 1]
+    x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
+    tensors = [w.contiguous() for w in weights if w is not None]  # kernels count on it
+    return x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning), implementation, group
+
+
+def sqrt_lengths(x_inp: Tensor, input_mask: Tensor | None, cu_seqlens: Tensor | None, group: str) -> Tensor:
+    """sqrt(n_inp) of each sample, over all ranks, [b, 1]; 1 where there are no inputs."""
+    batch, dtype = x_inp.shape[:-2], compute_dtype(x_inp.dtype)
     if cu_seqlens is not None:
         n_inp = cu_seqlens.diff()[:, None]  # [b, 1]
     elif input_mask is not None:
         n_inp = input_mask.sum(-1, keepdim=True).expand(*batch, 1).reshape(-1, 1)  # [b, 1]
+    elif not group and is_plain(x_inp):
+        sqrt = math.sqrt(max(1, x_inp.shape[-2]))  # by the host, which spares a GPU two kernels
+        return x_inp.new_full((math.prod(batch), 1), sqrt, dtype=dtype)  # [b, 1]
     else:
         n_inp = x_inp.new_full((math.prod(batch), 1), x_inp.shape[-2], dtype=dtype)  # [b, 1]
     if group:
         n_inp = all_reduce(group, n_inp.long().clone())  # [b, 1]
-    sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()  # [b, 1]
-    x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
-    tensors = [w.contiguous() for w in weights if w is not None]  # kernels count on it
-    return x, tensors, use, sqrt_n_inp, cu_seqlens, prior, rounded, list(tuning), implementation, group
+    return n_inp.clamp(min=1).to(dtype).sqrt()  # [b, 1]
 
 
 def route_streamed(
