@@ -83,6 +83,22 @@ def test_gradients_of_any_size(size, calls):
     assert calls
 
 
+def test_features_with_small_parameters(calls):
+    """The gradient of such a feature has its own digits, not those of the greatest in its row."""
+    layer, x_inp = make(2, 60, 12, 256), torch.randn(60, 256)
+    small = slice(100, 140)
+    with torch.no_grad():
+        for columns in (layer.W_F1, layer.W_G2, layer.B_G2, layer.W_A):
+            columns[:, small] *= 1e-6
+    upstream, grads = torch.randn(12, 9), []
+    for each, x in ((layer, x_inp), (twin(layer, torch.float64), x_inp.double())):
+        x = x.requires_grad_()
+        each(x).backward(upstream.to(x))
+        grads.append(x.grad[:, small].mT)  # [d, i]
+    assert row_error(*grads).max() < 2**-9
+    assert calls
+
+
 def test_nothing_but_zeros(calls, nan_filled_memory):
     x_inp = torch.randn(20, 128, requires_grad=True)
     layer = make(2, 20, 5, 128)

@@ -50,7 +50,7 @@ def input_gradient_kernel(
         else:
             for k in range(0, n_out, BLOCK_K):
                 total = tl.dot(phi.load([row, k]), M.load([column, t * padded + k]).T, total)
-    total *= b_top[:, None]
+    total = total * (1.0 / 2**28) * b_top[:, None]  # both operands are times 2^14
     b_a = tl.load(grad_a + o_i, mask=m_i, other=0.0)[:, None]
     grad_W_A.store([row, column], b_a * x.load([row, column]))
     grad_x.store([row, column], total + b_a * W_A.load([row, column]))

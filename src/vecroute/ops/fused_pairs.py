@@ -305,9 +305,10 @@ def coefficients_backward_kernel(
                 )  # a GPU does not divide by numbers that are not normal
                 tl.store(tops + tops_t + start + o_i, b_top, mask=m_i)
                 b_top = tl.where(b_top == 0.0, 1.0, b_top)
-                b_phi = (b_phi / b_top).to(tl.float16)
+                # Times 2^14, as ``halves_of`` has it.
+                b_phi = (b_phi / b_top * 16384.0).to(tl.float16)
                 if not FIRST:
-                    grad_z = (grad_z / b_top).to(tl.float16)
+                    grad_z = (grad_z / b_top * 16384.0).to(tl.float16)
             tl.store(results + o_results + o_j, b_phi, mask=m)
             if not FIRST:
                 tl.store(results + o_results + n_out + o_j, grad_z, mask=m)
