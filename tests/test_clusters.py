@@ -22,14 +22,21 @@ CASES = [  # n_inp, n_out, d_inp, n_iters
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def tf32():
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.fixture
+def calls(monkeypatch, tf32):
     """On a GPU, in tf32, with clusters for layers however short: an entry for each iteration in them."""
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
     calls, iterate = [], clusters.iterate
     monkeypatch.setattr(clusters, "LEAST_ROWS", 1)
     monkeypatch.setattr(clusters, "iterate", lambda *a: (calls.append(1), iterate(*a))[1])
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     with torch.device("cuda"):
         yield calls
 
@@ -74,10 +81,9 @@ def test_source_has_the_sizes():
     assert source.index("INLINE void sum_mma") < source.index("struct Block")
 
 
-def test_a_cpu_goes_another_way(monkeypatch):
+def test_a_cpu_goes_another_way(monkeypatch, tf32):
     monkeypatch.setattr(clusters, "LEAST_ROWS", 1)
     monkeypatch.setattr(clusters, "iterate", None)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     layer = make(20, 32, 512)
     if torch.cuda.is_available():  # then Triton's interpreter is not there to run it on a CPU
         layer.implementation = "chunked"
@@ -186,13 +192,13 @@ def test_other_sizes_go_another_way(n_out, calls):
 
 
 @GPU
-def test_other_problems_go_another_way(calls, monkeypatch):
+def test_other_problems_go_another_way(calls):
     layer, x_inp = make(100, 32, 512), torch.randn(100, 512)
     with torch.no_grad():
         layer(x_inp.expand(2, -1, -1))
         layer(x_inp, input_mask=torch.rand(100) > 0.5)
         layer.double()(x_inp.double())
-        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
         layer.float()(x_inp)
     assert not calls
 
