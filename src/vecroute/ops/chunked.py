@@ -13,7 +13,7 @@ from vecroute.ops.problem import Problem, over_samples
 from vecroute.ops.products import accumulate, add
 
 
-def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, exact: bool, room: Room):
+def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, room: Room):
     """phi of chunks like the given one, [b, i, j], and what fills it, a function of a chunk.
 
     Args:
@@ -22,7 +22,6 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, exact: bool, roo
         dot: [b, i, j] x_inp times ``scores_matrix``, or None in the first iteration.
         a: [b, i, 1 or more] x_inp times W_A, in the first iteration of a variable length, else None.
         f: [b, i] activations of all rows, to fill if there is an a.
-        exact: whether others see phi; else it may be rounded as the operands of products are.
         room: where to put what lives in a chunk.
     """
     phi = room.take("R", f, *like.shape, p.n_out)  # [b, i, j]

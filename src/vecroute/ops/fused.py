@@ -82,11 +82,10 @@ def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, room: Room) 
     return room.take(name, like, b, j, i).mT if transposes(p, chunk) else room.take(name, like, b, i, j)
 
 
-def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, exact: bool, room: Room):
+def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, room: Room):
     """As ``chunked.coefficients``."""
     b, i = like.shape
-    dtype = p.dtype if exact else p.operand_dtype
-    phi = to_be_summed(p, "phi", like, f.new_empty(0, dtype=dtype), room)  # [b, i, j]
+    phi = to_be_summed(p, "phi", like, f, room)  # [b, i, j]
     linear = a if dot is None else dot  # [b, i, 1 to 8 or j]
     strides = {"dot_i": 0 if linear is None else linear.stride(1)}
     blocks = blocks_of_pairs(p.n_out)

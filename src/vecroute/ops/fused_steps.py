@@ -248,7 +248,10 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
 
 
 def step_dtype(p: Problem) -> torch.dtype:
-    """Of operands of small products: not float16, whose range sums over many inputs may leave."""
+    """Of operands of F and G: not float16, whose range sums over many inputs may leave.
+
+    On a CPU kernels are interpreted, which cuts digits off instead of rounding to bfloat16.
+    """
     return p.operand_dtype if p.x_inp.is_cuda and p.rounded == torch.bfloat16 else p.dtype
 
 
@@ -302,6 +305,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     b = b.to(a.dtype)  # [k, m]
     if a.dtype == out.dtype:
         out.addmm_(a, b, beta=0 if fresh else 1)
+    elif fresh and a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
-        product = torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a @ b  # [n, m]
-        add(out, product, fresh)
+        add(out, torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a @ b, fresh)

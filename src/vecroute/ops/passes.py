@@ -107,9 +107,8 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
         a = pairs[..., columns.a :] if first and p.variable else None  # [b, i, 1 to 8]
-        exact = phi_out is not None
-        phi, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, exact, room)  # [b, i, j]
-        phi_T, add_sum = phi.mT, summer(s[like.samples], like.shape[1], phi.dtype != s.dtype)  # [b, j, i]
+        phi, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, room)  # [b, i, j]
+        phi_T, add_sum = phi.mT, summer(s[like.samples], like.shape[1])  # [b, j, i]
         for chunk in same:
             x = inputs(p, chunk)  # [b, i, d]
             if first and not p.variable:

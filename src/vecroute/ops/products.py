@@ -90,16 +90,13 @@ def widened(*tensors: Tensor) -> list[Tensor]:
     return [t.view(torch.complex128) if has_wide else t for t in tensors]  # [b, i, k / wide or k]
 
 
-def summer(out: Tensor, n_rows: int, rounded: bool = False) -> Callable[[Tensor, bool], object]:
+def summer(out: Tensor, n_rows: int) -> Callable[[Tensor, bool], object]:
     """What adds to out [b, k] the sum over i of values [b, k, i], in place, or stores it if fresh."""
-    if out.is_cuda and len(out) == 1 and n_rows >= 2**13 and not rounded:
+    if out.is_cuda and len(out) == 1 and n_rows >= 2**13:
         # A product with ones is twice as fast as a sum of so many rows.
         total, ones = out[0], out.new_ones(n_rows)  # [k], [i]
         return lambda values, fresh: torch.addmv(total, values[0], ones, beta=0 if fresh else 1, out=total)
-    options: Any = {"dtype": out.dtype}  # values may be rounded
-    return lambda values, fresh: (
-        torch.sum(values, -1, out=out, **options) if fresh else out.add_(values.sum(-1, **options))
-    )
+    return lambda values, fresh: torch.sum(values, -1, out=out) if fresh else out.add_(values.sum(-1))
 
 
 def over_batch(t: Tensor) -> Tensor:
@@ -109,7 +106,8 @@ def over_batch(t: Tensor) -> Tensor:
 
 def has_kernel(p: Problem, *tensors: Tensor) -> bool:
     """Whether ``fused_product`` multiplies them: cuBLAS keeps IEEE float32 off the tensor cores."""
-    ieee = p.implementation == "fused" and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    exact = p.implementation == "fused" and p.operand_dtype == p.dtype
+    ieee = exact and torch.backends.cuda.matmul.fp32_precision != "tf32"
     return ieee and all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
 
 
