@@ -57,7 +57,7 @@ def places(c: int, n_out: int, first: bool) -> dict[str, int]:
     tiles = -(-n_out // 8)
     values = {"C": c, "NT": tiles, "FIRST": int(first), "TILES": -(-tiles // 4)}
     text = (clusters.files("vecroute.ops") / "clusters.cu").read_text()
-    for name, formula in re.findall(r"^constexpr int (\w+) = (.+?);", text, re.MULTILINE):
+    for name, formula in re.findall(r"^constexpr int (\w+) =\s+([^;]+);", text, re.MULTILINE):
         formula = re.sub(r"^FIRST \? (.+) : (.+)$", r"(\1) if FIRST else (\2)", formula)
         values[name] = eval(formula.replace("/", "//"), {}, values)
     return values

@@ -1,53 +1,55 @@
 // One iteration of a routing whose inputs have betas of their own, reading x_inp once: what clusters.py calls.
 //
-// A cluster of C blocks (multiprocessors) has 64 rows of x_inp at a time, each block 256 of their features. So the
-// sums over i, [j, d], fit the registers, and a row is at hand until its coefficients are known:
+// A cluster of C blocks (multiprocessors) has 64 rows of x_inp at a time, each block 256 of their features. So
+// the sums over i, [j, d], fit the registers, and a row is at hand until its coefficients are known:
 //
 //     convert   x_inp to float16 in shared memory, and in the first iteration its part of W_A x_inp
 //     score     its part of the dot products with x_hat, which go to the block that owns the row
 //     compete   own rows: phi of all outputs, which go to every block of the cluster
 //     add       phi^T x_inp to the sums
 //
-// What travels between blocks does so while they work on the rows before or after. Numbers of a row are in units of
-// a power of two, so that float16, which has the digits of tf32, has the range too.
+// What travels between blocks does so while they work on the rows before or after. Numbers of a row are in
+// units of a power of two, so that float16, which has the digits of tf32, has the range too.
 //
-// Before this file come hopper.cu; C; NT, the tiles of 8 outputs; FIRST, whether it is the first iteration; TILES, of
-// scores for each group of 128 threads; and scores_mma and sum_mma, which multiply on the tensor cores.
+// Before this file come hopper.cu; C; NT, the tiles of 8 outputs; FIRST, whether it is the first iteration;
+// TILES, of scores for each group of 128 threads; and scores_mma and sum_mma, which multiply on the tensor
+// cores.
 
-constexpr int J = 8 * NT;            // outputs, padded
-constexpr int D = 256;               // features of a block
-constexpr int ROWS = 64;             // of a cluster at a time
-constexpr int OWN = ROWS / C;        // of which a block owns as many
+constexpr int J = 8 * NT;     // outputs, padded
+constexpr int D = 256;        // features of a block
+constexpr int ROWS = 64;      // of a cluster at a time
+constexpr int OWN = ROWS / C;  // of which a block owns as many
 constexpr int WARPS = 16;
 constexpr int THREADS = 32 * WARPS;
-constexpr int LOADS = ROWS / WARPS;  // a load is one row for each warp
+constexpr int LOADS = ROWS / WARPS;   // a load is one row for each warp
 constexpr int STAGES = FIRST ? 4 : 3;  // loads under way
 constexpr int TURNS = (OWN + WARPS - 1) / WARPS;
 
 // Places in shared memory, in bytes. What the tensor cores read is float16 in rows of 128 bytes, swizzled.
-constexpr int TILE = ROWS * 128;                   // 64 rows of 64 features or outputs
-constexpr int PART = OWN * J * 4;                  // dot products for one block
+constexpr int TILE = ROWS * 128;  // 64 rows of 64 features or outputs
+constexpr int PART = OWN * J * 4;  // dot products for one block
 constexpr int LOADED = STAGES * WARPS * D * 4;
-constexpr int X16 = 0;                             // [2][D / 64] tiles of x_inp
-constexpr int PHI = X16 + 2 * D / 64 * TILE;       // [2] tiles
-constexpr int X32 = PHI + 2 * TILE;                // [STAGES][WARPS][D] x_inp as loaded
-constexpr int W32 = X32 + LOADED;                  // the same of W_A, in the first iteration; in the others:
-constexpr int X_HAT = X32 + LOADED;                // [D / 64][J][64]
-constexpr int DOT = X_HAT + D / 64 * J * 128;      // [C] parts, by where they are from
-constexpr int DOT_OUT = DOT + C * PART;            // [C - 1] parts for the others
-constexpr int A = FIRST ? W32 + LOADED : DOT_OUT + (C - 1) * PART;  // [C][OWN] parts of W_A x_inp, in the first
-constexpr int A_OUT = A + FIRST * ROWS * 4;        // [ROWS]
-constexpr int UNIT_X = A_OUT + FIRST * ROWS * 4;   // [2][ROWS] units of x16
-constexpr int UNIT_PHI = UNIT_X + 2 * ROWS * 4;    // [ROWS]
-constexpr int UNIT_X_HAT = UNIT_PHI + ROWS * 4;    // [J]
-constexpr int UNITS = UNIT_X_HAT + J * 4;          // [STAGES][WARPS] units of x as loaded
+constexpr int X16 = 0;                        // [2][D / 64] tiles of x_inp
+constexpr int PHI = X16 + 2 * D / 64 * TILE;  // [2] tiles
+constexpr int X32 = PHI + 2 * TILE;           // [STAGES][WARPS][D] x_inp as loaded
+constexpr int W32 = X32 + LOADED;             // the same of W_A, in the first iteration; in the others:
+constexpr int X_HAT = X32 + LOADED;           // [D / 64][J][64]
+constexpr int DOT = X_HAT + D / 64 * J * 128;  // [C] parts, by where they are from
+constexpr int DOT_OUT = DOT + C * PART;       // [C - 1] parts for the others
+constexpr int A =
+    FIRST ? W32 + LOADED : DOT_OUT + (C - 1) * PART;  // [C][OWN] parts of W_A x_inp, in the first
+constexpr int A_OUT = A + FIRST * ROWS * 4;          // [ROWS]
+constexpr int UNIT_X = A_OUT + FIRST * ROWS * 4;     // [2][ROWS] units of x16
+constexpr int UNIT_PHI = UNIT_X + 2 * ROWS * 4;      // [ROWS]
+constexpr int UNIT_X_HAT = UNIT_PHI + ROWS * 4;      // [J]
+constexpr int UNITS = UNIT_X_HAT + J * 4;            // [STAGES][WARPS] units of x as loaded
 constexpr int BARRIERS = UNITS + STAGES * WARPS * 4;  // for dot products (or W_A x_inp), and for phi
 
 struct Arguments {
-    const float *x, *W_A, *B_A, *sqrt_n_inp;  // [i, d], [i, d], [i], [1]
-    const unsigned short* x_hat;              // [j, d] float16
+    const float *x, *W_A, *B_A, *sqrt_n_inp;                   // [i, d], [i, d], [i], [1]
+    const unsigned short* x_hat;                               // [j, d] float16
     const float *unit_x_hat, *beta_use, *beta_ign, *W_S, *B_S;  // [j], [i, j] each
-    float *f, *units, *y, *s;                 // [i], [C, i] of x; for each cluster [d, j], for each block [j]
+    float *f, *units, *y, *s;  // [i], [C, i] of x; for each cluster [d, j], for each block [j]
     int n, n_out, x_stride, W_stride;
 };
 
@@ -61,39 +63,44 @@ struct Block {
     float unit_sums;
     float z[4 * TILES];  // parts of dot products, [i, j]
     float4 beta_use[TURNS], beta_ign[TURNS], W_S[TURNS], B_S[TURNS], sum_phi;
-    float f[TURNS];      // or B_A
+    float f[TURNS];  // or B_A
 
     INLINE Block(const Arguments& p, char* shared)
-        : p(p), shared(shared), thread(threadIdx.x), lane(threadIdx.x % 32), warp(__shfl_sync(~0u, threadIdx.x / 32, 0)), group(warp / 4),
-          rank(blockIdx.x % C), cluster(blockIdx.x / C), clusters(gridDim.x / C), next_row(cluster * ROWS + warp), next_load(0), slot(0),
-          next_x(p.x + (size_t)next_row * p.x_stride + rank * D + lane * 4), next_W(p.W_A + (size_t)next_row * p.W_stride + rank * D + lane * 4),
-          unit_sums(1.17549435e-38f), sum_phi(make_float4(0, 0, 0, 0)) {
-        #pragma unroll
+        : p(p), shared(shared), thread(threadIdx.x), lane(threadIdx.x % 32),
+          warp(__shfl_sync(~0u, threadIdx.x / 32, 0)), group(warp / 4), rank(blockIdx.x % C),
+          cluster(blockIdx.x / C), clusters(gridDim.x / C), next_row(cluster * ROWS + warp), next_load(0),
+          slot(0), next_x(p.x + (size_t)next_row * p.x_stride + rank * D + lane * 4),
+          next_W(p.W_A + (size_t)next_row * p.W_stride + rank * D + lane * 4), unit_sums(1.17549435e-38f),
+          sum_phi(make_float4(0, 0, 0, 0)) {
+#pragma unroll
         for (int i = 0; i < 4 * NT; ++i) sums[i] = 0.f;
     }
     INLINE float* at(int place) const { return (float*)(shared + place); }
-    INLINE int row_of(int k) const { return (k * clusters + cluster) * ROWS; }  // the first of the cluster's rows number k
+    // The first row of the cluster's block of rows number k.
+    INLINE int row_of(int k) const { return (k * clusters + cluster) * ROWS; }
     INLINE u32 barrier(bool phi) const { return address(shared + BARRIERS) + 8 * phi; }
     INLINE void expect_dot() { expect(barrier(false), FIRST ? ROWS * 4 : (C - 1) * PART); }
     INLINE void expect_phi() { expect(barrier(true), (ROWS - OWN) * (NT * 16 + 4)); }
 
     INLINE void prepare() {
         if (thread == 0) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nmbarrier.init.shared::cta.b64 [%1], 1;\nfence.mbarrier_init.release.cluster;"
-                         :: "r"(barrier(false)), "r"(barrier(true)) : "memory");
+            barrier_init(barrier(false));
+            barrier_init(barrier(true));
             expect_dot();
             expect_phi();
         }
         if (!FIRST) {
             for (int i = thread; i < J * D / 8; i += THREADS) {
                 int j = i / (D / 8), c = i % (D / 8);
-                uint4 v = j < p.n_out ? *(const uint4*)(p.x_hat + (size_t)j * C * D + rank * D + c * 8) : make_uint4(0, 0, 0, 0);
+                uint4 v = j < p.n_out ? *(const uint4*)(p.x_hat + (size_t)j * C * D + rank * D + c * 8)
+                                      : make_uint4(0, 0, 0, 0);
                 *(uint4*)(shared + X_HAT + c / 8 * J * 128 + j * 128 + (c % 8 ^ j % 8) * 16) = v;
             }
             if (thread < J) at(UNIT_X_HAT)[thread] = thread < p.n_out ? p.unit_x_hat[thread] : 0.f;
         }
         // Before the first rows there are none to be added.
-        for (int i = thread; i < (X32 - X16) / 16; i += THREADS) ((uint4*)(shared + X16))[i] = make_uint4(0, 0, 0, 0);
+        for (int i = thread; i < (X32 - X16) / 16; i += THREADS)
+            ((uint4*)(shared + X16))[i] = make_uint4(0, 0, 0, 0);
         for (int i = thread; i < 2 * ROWS; i += THREADS) at(UNIT_X)[i] = at(UNIT_PHI)[i % ROWS] = 0.f;
         written();
         __syncthreads();
@@ -105,13 +112,14 @@ struct Block {
     INLINE void fetch() {
         bool inside = next_row < p.n;
         u32 to = address(shared + X32) + ((slot * WARPS + warp) * D + lane * 4) * 4;
-        #pragma unroll
+#pragma unroll
         for (int h = 0; h < D; h += 128) {
             load_16(to + h * 4, inside ? next_x + h : p.x, inside);
             if (FIRST) load_16(to + W32 - X32 + h * 4, inside ? next_W + h : p.W_A, inside);
         }
         if (!FIRST && lane == 0)
-            load_4(address(shared + UNITS) + (slot * WARPS + warp) * 4, p.units + (inside ? (size_t)rank * p.n + next_row : 0), inside);
+            load_4(address(shared + UNITS) + (slot * WARPS + warp) * 4,
+                   p.units + (inside ? (size_t)rank * p.n + next_row : 0), inside);
         loads_commit();
         next_load = (next_load + 1) % LOADS;
         int step = next_load ? WARPS : clusters * ROWS - (LOADS - 1) * WARPS;
@@ -122,14 +130,17 @@ struct Block {
     }
 
     INLINE void convert(int k) {
-        char* to = shared + X16 + k % 2 * (D / 64) * TILE + lane / 16 * TILE + warp * 128 + (lane % 16 / 2 ^ warp % 8) * 16 + lane % 2 * 8;
-        #pragma unroll
+        char* to = shared + X16 + k % 2 * (D / 64) * TILE + lane / 16 * TILE + warp * 128 +
+                   (lane % 16 / 2 ^ warp % 8) * 16 + lane % 2 * 8;
+#pragma unroll
         for (int q = 0; q < LOADS; ++q, to += WARPS * 128) {
             loads_wait<STAGES>();
             if (!FIRST) __syncwarp();  // the unit is loaded by one lane for all
             const float4* from = (const float4*)(shared + X32 + (slot * WARPS + warp) * D * 4) + lane;
             float4 a = from[0], b = from[32];
-            float unit = FIRST ? unit_of(warp_max(fmaxf(greatest(a), greatest(b)))) : at(UNITS)[slot * WARPS + warp], by = per(unit);
+            float unit = FIRST ? unit_of(warp_max(fmaxf(greatest(a), greatest(b))))
+                               : at(UNITS)[slot * WARPS + warp],
+                  by = per(unit);
             if (FIRST) {
                 from += (W32 - X32) / 16;
                 float part = warp_sum(dot(a, from[0]) + dot(b, from[32]));
@@ -140,42 +151,51 @@ struct Block {
             if (lane == 0) at(UNIT_X)[k % 2 * ROWS + q * WARPS + warp] = unit;
             fetch();
         }
-        if (STAGES < LOADS && lane == 0 && next_row < p.n) prefetch(next_x, D * 4);  // there is no place for it yet
+        if (STAGES < LOADS && lane == 0 && next_row < p.n)
+            prefetch(next_x, D * 4);  // there is no place for it yet
         written();
         __syncthreads();
     }
 
-    // Groups share the tiles; where these do not divide, the last ends where they do and skips what another has.
+    // Groups share the tiles; where these do not divide, the last ends where they do, and skips what it shares.
     INLINE int first_tile() const { return min(group * TILES, NT - TILES); }
     INLINE void score(int k) {
-        const u64 a = matrix(address(shared + X16) + k % 2 * (D / 64) * TILE), b = matrix(address(shared + X_HAT) + first_tile() * 1024);
+        const u64 a = matrix(address(shared + X16) + k % 2 * (D / 64) * TILE),
+                  b = matrix(address(shared + X_HAT) + first_tile() * 1024);
         mma_begin();
-        #pragma unroll
-        for (int i = 0; i < D / 16; ++i) scores_mma(z, a + (i / 4 * TILE + i % 4 * 32) / 16, b + (i / 4 * J * 128 + i % 4 * 32) / 16, i > 0);
+#pragma unroll
+        for (int i = 0; i < D / 16; ++i)
+            scores_mma(z, a + (i / 4 * TILE + i % 4 * 32) / 16, b + (i / 4 * J * 128 + i % 4 * 32) / 16,
+                       i > 0);
         mma_commit();
         mma_wait(z);
     }
     // A thread has two columns of two rows of each tile.
     INLINE void stage_scores(int k) {
         const int lane = again(thread) % 32, first = first_tile(), skip = group * TILES - first;
-        #pragma unroll
+#pragma unroll
         for (int h = 0; h < 2; ++h) {
             int row = warp % 4 * 16 + lane / 4 + 8 * h, to = row / OWN;
             float unit = at(UNIT_X)[k % 2 * ROWS + row];
-            char* place = shared + (to == rank ? DOT + rank * PART : DOT_OUT + (to + C - rank - 1) % C * PART);
+            char* place =
+                shared + (to == rank ? DOT + rank * PART : DOT_OUT + (to + C - rank - 1) % C * PART);
             place += (row % OWN * J + first * 8 + lane % 4 * 2) * 4;
-            #pragma unroll
+#pragma unroll
             for (int t = 0; t < TILES; ++t)
-                if (t >= skip) *(float2*)(place + t * 32) = make_float2(z[4 * t + 2 * h] * unit, z[4 * t + 2 * h + 1] * unit);
+                if (t >= skip)
+                    *(float2*)(place + t * 32) =
+                        make_float2(z[4 * t + 2 * h] * unit, z[4 * t + 2 * h + 1] * unit);
         }
         written();
     }
     INLINE void send_scores() {
         if (FIRST && thread < ROWS)
-            send(remote(address(at(A) + rank * OWN + thread % OWN), thread / OWN), remote(barrier(false), thread / OWN), at(A_OUT)[thread]);
+            send(remote(address(at(A) + rank * OWN + thread % OWN), thread / OWN),
+                 remote(barrier(false), thread / OWN), at(A_OUT)[thread]);
         if (!FIRST && thread < C - 1) {
             int other = (rank + 1 + thread) % C;
-            send(remote(address(shared + DOT + rank * PART), other), remote(barrier(false), other), address(shared + DOT_OUT + thread * PART), PART);
+            send(remote(address(shared + DOT + rank * PART), other), remote(barrier(false), other),
+                 address(shared + DOT_OUT + thread * PART), PART);
         }
     }
 
@@ -185,7 +205,7 @@ struct Block {
         float top = warp_max(fmaxf(unit_sums, fmaxf(u[lane] * v[lane], u[32 + lane] * v[32 + lane])));
         if (top > unit_sums) {
             float by = __fdividef(unit_sums, top);
-            #pragma unroll
+#pragma unroll
             for (int i = 0; i < 4 * NT; ++i) sums[i] *= by;
             unit_sums = top;
         }
@@ -193,21 +213,24 @@ struct Block {
         float by = u[row] * v[row] * __fdividef(1.f, unit_sums);
         u32 both = halves(by, by);
         uint4* phi = (uint4*)(shared + PHI + row * 128 + (c ^ row % 8) * 16);
-        #pragma unroll
+#pragma unroll
         for (int t = 0; t < NT; t += 8, phi += TILE / 16)
-            if (t + c < NT) *phi = make_uint4(times(phi->x, both), times(phi->y, both), times(phi->z, both), times(phi->w, both));
+            if (t + c < NT)
+                *phi = make_uint4(times(phi->x, both), times(phi->y, both), times(phi->z, both),
+                                  times(phi->w, both));
         written();
     }
     INLINE void start_adding(int k) {
-        const u64 a = matrix(address(shared + X16) + (k % 2 * (D / 64) + group) * TILE), b = matrix(address(shared + PHI), TILE);
+        const u64 a = matrix(address(shared + X16) + (k % 2 * (D / 64) + group) * TILE),
+                  b = matrix(address(shared + PHI), TILE);
         mma_begin();
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < ROWS / 16; ++i) sum_mma(sums, a + i * 2048 / 16, b + i * 2048 / 16);
         mma_commit();
     }
 
     INLINE void load_pairs(int k) {
-        #pragma unroll
+#pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {
             int own = turn * WARPS + warp, row = row_of(k) + rank * OWN + own;
             bool here = own < OWN && row < p.n, inside = here && 4 * lane < p.n_out;
@@ -223,81 +246,91 @@ struct Block {
         float4 z = make_float4(0, 0, 0, 0);
         const bool inside = j < p.n_out;
         if (inside && own < OWN) {
-            #pragma unroll
+#pragma unroll
             for (int c = 0; c < C; ++c) {
                 float4 part = *(float4*)(shared + DOT + c * PART + (own * J + j) * 4);
                 z.x += part.x, z.y += part.y, z.z += part.z, z.w += part.w;
             }
             float4 unit = *(float4*)(shared + UNIT_X_HAT + j * 4), w = W_S[turn], b = B_S[turn];
-            z.x = z.x * unit.x * w.x + b.x, z.y = z.y * unit.y * w.y + b.y, z.z = z.z * unit.z * w.z + b.z, z.w = z.w * unit.w * w.w + b.w;
+            z.x = z.x * unit.x * w.x + b.x, z.y = z.y * unit.y * w.y + b.y, z.z = z.z * unit.z * w.z + b.z,
+            z.w = z.w * unit.w * w.w + b.w;
         }
         float total = 0.f;
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < 4; ++i) total += R[i] = inside ? f_of(item(z, i)) : 0.f;
         total = warp_sum(total);
         if (__builtin_expect(total < 1e-30f, 0)) {  // all f(z) are almost 0: then by their logarithms
             float top = -3e38f;
-            #pragma unroll
+#pragma unroll
             for (int i = 0; i < 4; ++i) top = fmaxf(top, inside ? log_f(item(z, i)) : -3e38f);
             top = warp_max(top), total = 0.f;
-            #pragma unroll
+#pragma unroll
             for (int i = 0; i < 4; ++i) total += R[i] = inside ? __expf(log_f(item(z, i)) - top) : 0.f;
             total = warp_sum(total);
         }
         total = __fdividef(1.f, total);
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < 4; ++i) R[i] *= total;
     }
-    // phi = f ((beta_use + beta_ign) R - beta_ign) of own rows, to every block: a lane has 4 outputs, two lanes send 8.
+    // phi = f ((beta_use + beta_ign) R - beta_ign) of own rows, to every block: a lane has 4 outputs, two send 8.
     INLINE void compete(int k) {
-        #pragma unroll
+#pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {
-            const int lane = again(thread) % 32, own = turn * WARPS + warp, row = row_of(k) + rank * OWN + own;
+            const int lane = again(thread) % 32, own = turn * WARPS + warp,
+                      row = row_of(k) + rank * OWN + own;
             const bool here = own < OWN && row < p.n;
             float phi[4];
             if (FIRST) {
                 float a = warp_sum(lane < C && own < OWN ? at(A)[lane * OWN + own] : 0.f);
                 f[turn] = f_of(a * __fdividef(1.f, *p.sqrt_n_inp) + f[turn]);
                 if (here && lane == 0) p.f[row] = f[turn];
-                #pragma unroll
+#pragma unroll
                 for (int i = 0; i < 4; ++i) phi[i] = 1.f / p.n_out;
             } else {
                 find_R(phi, turn, own, 4 * lane);
             }
             float4 use = beta_use[turn], ign = beta_ign[turn];
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) phi[i] = here ? f[turn] * ((item(use, i) + item(ign, i)) * phi[i] - item(ign, i)) : 0.f;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                phi[i] = here ? f[turn] * ((item(use, i) + item(ign, i)) * phi[i] - item(ign, i)) : 0.f;
             sum_phi.x += phi[0], sum_phi.y += phi[1], sum_phi.z += phi[2], sum_phi.w += phi[3];
             // The unit from a bound of phi, at hand before phi is.
-            float bound = fmaxf(fmaxf(fabsf(use.x) + fabsf(ign.x), fabsf(use.y) + fabsf(ign.y)), fmaxf(fabsf(use.z) + fabsf(ign.z), fabsf(use.w) + fabsf(ign.w)));
+            float bound = fmaxf(fmaxf(fabsf(use.x) + fabsf(ign.x), fabsf(use.y) + fabsf(ign.y)),
+                                fmaxf(fabsf(use.z) + fabsf(ign.z), fabsf(use.w) + fabsf(ign.w)));
             float unit = unit_of(warp_max(bound) * f[turn]), by = per(unit);
             u32 low = halves(phi[0] * by, phi[1] * by), high = halves(phi[2] * by, phi[3] * by);
             u32 next_low = __shfl_xor_sync(~0u, low, 1), next_high = __shfl_xor_sync(~0u, high, 1);
-            uint4 eight = lane % 2 ? make_uint4(next_low, next_high, low, high) : make_uint4(low, high, next_low, next_high);
+            uint4 eight = lane % 2 ? make_uint4(next_low, next_high, low, high)
+                                   : make_uint4(low, high, next_low, next_high);
             if (own < OWN) send_phi(eight, unit, rank * OWN + own, lane);
         }
     }
     INLINE void send_phi(uint4 eight, float unit, int r, int lane) {
         const int c = lane / 2;
         char* place = shared + PHI + c / 8 * TILE + r * 128 + (c % 8 ^ r % 8) * 16;
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < C; i += 2) {
             int other = i + lane % 2;
-            if (c < NT && other == rank) *(uint4*)place = eight;
-            else if (c < NT && other < C) send(remote(address(place), other), remote(barrier(true), other), eight);
+            if (c < NT && other == rank)
+                *(uint4*)place = eight;
+            else if (c < NT && other < C)
+                send(remote(address(place), other), remote(barrier(true), other), eight);
         }
-        if (lane == rank) at(UNIT_PHI)[r] = unit;
-        else if (lane < C) send(remote(address(at(UNIT_PHI) + r), lane), remote(barrier(true), lane), unit);
+        if (lane == rank)
+            at(UNIT_PHI)[r] = unit;
+        else if (lane < C)
+            send(remote(address(at(UNIT_PHI) + r), lane), remote(barrier(true), lane), unit);
     }
 
     // y and s of this block, to be summed over clusters.
     INLINE void finish() {
         size_t d = rank * D + group * 64 + warp % 4 * 16 + lane / 4;
         float* to = p.y + ((size_t)cluster * C * D + d) * J + lane % 4 * 2;
-        #pragma unroll
+#pragma unroll
         for (int t = 0; t < NT; ++t) {
             *(float2*)(to + 8 * t) = make_float2(sums[4 * t] * unit_sums, sums[4 * t + 1] * unit_sums);
-            *(float2*)(to + 8 * J + 8 * t) = make_float2(sums[4 * t + 2] * unit_sums, sums[4 * t + 3] * unit_sums);
+            *(float2*)(to + 8 * J + 8 * t) =
+                make_float2(sums[4 * t + 2] * unit_sums, sums[4 * t + 3] * unit_sums);
         }
         loads_wait_all();
         __syncthreads();
@@ -314,21 +347,26 @@ struct Block {
 };
 
 extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 1)
-iteration(const float* x, const float* W_A, const float* B_A, const float* sqrt_n_inp, const unsigned short* x_hat, const float* unit_x_hat,
-          const float* beta_use, const float* beta_ign, const float* W_S, const float* B_S, float* f, float* units, float* y, float* s,
-          int n, int n_out, int x_stride, int W_stride) {
+    iteration(const float* x, const float* W_A, const float* B_A, const float* sqrt_n_inp,
+              const unsigned short* x_hat, const float* unit_x_hat, const float* beta_use,
+              const float* beta_ign, const float* W_S, const float* B_S, float* f, float* units, float* y,
+              float* s, int n, int n_out, int x_stride, int W_stride) {
     extern __shared__ __align__(1024) char shared[];
-    const Arguments p{x, W_A, B_A, sqrt_n_inp, x_hat, unit_x_hat, beta_use, beta_ign, W_S, B_S, f, units, y, s, n, n_out, x_stride, W_stride};
+    const Arguments p{x,   W_A, B_A,   sqrt_n_inp, x_hat, unit_x_hat, beta_use, beta_ign, W_S,
+                      B_S, f,   units, y,          s,     n,          n_out,    x_stride, W_stride};
     Block block(p, shared);
     const int rounds = ((n + ROWS - 1) / ROWS - block.cluster + block.clusters - 1) / block.clusters;
     block.prepare();
     if (rounds > 0) block.convert(0);
     for (int k = 0; k < rounds; ++k) {
         int row = block.row_of(k) + threadIdx.x;
-        if (FIRST && threadIdx.x < ROWS && row < n) units[(size_t)block.rank * n + row] = block.at(UNIT_X)[k % 2 * ROWS + threadIdx.x];
+        if (FIRST && threadIdx.x < ROWS && row < n)
+            units[(size_t)block.rank * n + row] = block.at(UNIT_X)[k % 2 * ROWS + threadIdx.x];
         if (!FIRST) block.score(k);
-        if (k) wait(block.barrier(true), k - 1);  // phi of the rows before is here; so their dot products were read
-        __syncthreads();                          // and what this block has of phi itself
+        if (k)
+            wait(block.barrier(true),
+                 k - 1);  // phi of the rows before is here; so their dot products were read
+        __syncthreads();  // and what this block has of phi itself
         block.rescale(k + 1);
         if (threadIdx.x == 0 && k) block.expect_phi();
         __syncthreads();
@@ -338,8 +376,10 @@ iteration(const float* x, const float* W_A, const float* B_A, const float* sqrt_
         mma_wait(block.sums);
         __syncthreads();  // x16 and phi are read: others write to phi as soon as they have these scores
         block.send_scores();
-        if (k + 1 < rounds) block.convert(k + 1);
-        else __syncthreads();
+        if (k + 1 < rounds)
+            block.convert(k + 1);
+        else
+            __syncthreads();
         wait(block.barrier(false), k);
         block.compete(k);
         if (threadIdx.x == 0 && k + 1 < rounds) block.expect_dot();
