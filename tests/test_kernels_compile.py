@@ -1,8 +1,14 @@
-"""The Triton kernels compile for a GPU. Other tests interpret them, which takes what a compiler would not."""
+"""The kernels compile for a GPU. Other tests interpret those of Triton, which takes more than a compiler."""
 
+import ctypes
 import os
 import subprocess
 import sys
+from importlib.metadata import files
+
+import pytest
+
+from vecroute.ops import clusters
 
 SCRIPT = """
 import triton
@@ -70,3 +76,24 @@ def test_every_kernel_compiles():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.split()) == 13
+
+
+@pytest.mark.parametrize(("c", "n_out"), [(2, 100), (4, 100), (4, 32), (8, 64)])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_kernel_of_clusters_compiles(c, n_out, first):
+    """Without a warning, and all that it has fits the registers, but for clusters of two."""
+    (path,) = (file.locate() for file in files("nvidia-cuda-nvrtc") if file.name.startswith("libnvrtc.so"))
+    nvrtc, program = ctypes.CDLL(str(path)), ctypes.c_void_p()
+    source = clusters.source(c, n_out, first).encode()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"clusters.cu", 0, None, None) == 0
+    options = [b"--gpu-architecture=sm_90a", b"--ptxas-options=-v", b"-default-device"]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    text = log.value.decode()
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    assert status == 0, text
+    assert "warning" not in text and "serialized" not in text, text  # noqa: PT018
+    assert c == 2 or "0 bytes spill stores, 0 bytes spill loads" in text, text
