@@ -30,6 +30,15 @@ def seed():
 
 
 @pytest.fixture
+def tf32():
+    """Products of float32 matrices on a GPU are tf32."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.fixture
 def nan_filled_memory():
     """What ``torch.empty`` and its kin hand out is full of NaN, so that memory nobody wrote to shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory

@@ -14,13 +14,7 @@ from vecroute.ops.library import operator_arguments, problem
 from vecroute.ops.problem import Problem
 
 
-@pytest.fixture(autouse=True)
-def tf32():
-    """Else products are kernels of their own."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    yield
-    torch.backends.cuda.matmul.fp32_precision = before
+pytestmark = pytest.mark.usefixtures("tf32")  # else products are kernels of their own
 
 
 @pytest.fixture

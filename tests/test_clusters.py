@@ -22,14 +22,6 @@ CASES = [  # n_inp, n_out, d_inp, n_iters
 
 
 @pytest.fixture
-def tf32():
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    yield
-    torch.backends.cuda.matmul.fp32_precision = before
-
-
-@pytest.fixture
 def calls(monkeypatch, tf32):
     """On a GPU, in tf32, with clusters for layers however short: an entry for each iteration in them."""
     if not torch.cuda.is_available():

@@ -18,14 +18,10 @@ CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
 
 
 @pytest.fixture(autouse=True)
-def device():
+def device(tf32):
     """A GPU where there is one, and tf32."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    with device:
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
         yield device
-    torch.backends.cuda.matmul.fp32_precision = before
 
 
 @pytest.fixture
