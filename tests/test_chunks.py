@@ -13,7 +13,6 @@ from vecroute.ops.chunks import Chunk, Room, alike
 from vecroute.ops.library import operator_arguments, problem
 from vecroute.ops.problem import Problem
 
-
 pytestmark = pytest.mark.usefixtures("tf32")  # else products are kernels of their own
 
 
