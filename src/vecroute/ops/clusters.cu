@@ -188,10 +188,10 @@ struct Block {
         }
         written();
     }
-    INLINE void send_scores() {
+    INLINE void send_scores(float a) {
         if (FIRST && thread < ROWS)
             send(remote(address(at(A) + rank * OWN + thread % OWN), thread / OWN),
-                 remote(barrier(false), thread / OWN), at(A_OUT)[thread]);
+                 remote(barrier(false), thread / OWN), a);
         if (!FIRST && thread < C - 1) {
             int other = (rank + 1 + thread) % C;
             send(remote(address(shared + DOT + rank * PART), other), remote(barrier(false), other),
@@ -374,8 +374,10 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
         if (!FIRST) block.stage_scores(k);
         block.load_pairs(k);
         mma_wait(block.sums);
+        // Of the row that this thread sends: the next rows go to the same place.
+        const float a = FIRST && threadIdx.x < ROWS ? block.at(A_OUT)[threadIdx.x] : 0.f;
         __syncthreads();  // x16 and phi are read: others write to phi as soon as they have these scores
-        block.send_scores();
+        block.send_scores(a);
         if (k + 1 < rounds)
             block.convert(k + 1);
         else
