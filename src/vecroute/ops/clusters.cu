@@ -384,6 +384,8 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
             __syncthreads();
         wait(block.barrier(false), k);
         block.compete(k);
+        // No warp may miss the end of a phase. Others wait for the phi of one that has rows, but not for the rest.
+        if (OWN < WARPS) __syncthreads();
         if (threadIdx.x == 0 && k + 1 < rounds) block.expect_dot();
     }
     if (rounds > 0) {
