@@ -13,6 +13,7 @@ from samples import D_INP, inputs, make
 from torch import Tensor, nn
 
 import vecroute as vr
+from vecroute import ops
 from vecroute.layers.converge import WARM_UP, WINDOW, fixed_point, solve
 
 # The fused kernels, slow in Triton's interpreter, have the steps of "chunked": they come where kernels count.
@@ -322,6 +323,18 @@ def test_nothing_is_solved_backward_where_nobody_asks(kind):
     assert not layer(x_inp).requires_grad
     with torch.inference_mode():
         assert layer(x_inp).isfinite().all()
+
+
+@pytest.mark.parametrize("n_inp", [11, None])
+def test_a_step_whose_x_out_alone_has_a_gradient(n_inp):
+    x_inp, _, _ = inputs(dtype=torch.float64)
+    layer = layer_of("chunked", n_inp).requires_grad_(False)
+    how = {"implementation": "chunked", "tuning": layer.tuning, "cu_seqlens": None}
+    step, pull = ops.steps(x_inp, layer.weights(), None, None, layer.prior, **how)
+    x_out = step(None)[0].requires_grad_()  # [batch, j, h]
+    upstream = torch.randn_like(x_out)
+    step(x_out)[0].backward(upstream)
+    torch.testing.assert_close(x_out.grad, pull(x_out.detach(), upstream))
 
 
 # Credit

@@ -117,6 +117,8 @@ class _Step(torch.autograd.Function):
         x_out, y, s, *_ = ctx.saved_tensors
         _, _, _, need_grad_x, *need_weights = ctx.needs_input_grad
         grad_x_out, grad_x, grads = ctx.steps.backward(x_out, grad, y, s, any(need_weights), need_grad_x)
+        if not any(need_weights):
+            return None, None, grad_x_out, grad_x, *(None for _ in need_weights)
         names = [name for name, w in ctx.steps.p.w._asdict().items() if w is not None]
         grads_w = (grads[name].to(w.dtype) for name, w in zip(names, ctx.steps.weights, strict=True))
         return None, None, grad_x_out, grad_x, *grads_w
