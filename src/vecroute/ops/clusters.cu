@@ -149,6 +149,7 @@ struct Block {
             *(uint2*)to = make_uint2(halves(a.x * by, a.y * by), halves(a.z * by, a.w * by));
             *(uint2*)(to + 2 * TILE) = make_uint2(halves(b.x * by, b.y * by), halves(b.z * by, b.w * by));
             if (lane == 0) at(UNIT_X)[k % 2 * ROWS + q * WARPS + warp] = unit;
+            if (!FIRST) __syncwarp();  // the place of the unit is free
             fetch();
         }
         if (STAGES < LOADS && lane == 0 && next_row < p.n)
