@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vecroute.ops import fused_halves, fused_pairs, fused_product, fused_steps
+from vecroute.ops import fused_activations, fused_halves, fused_pairs, fused_product, fused_steps
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
 POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
@@ -54,8 +54,9 @@ one_tile = fixed | whole | {"TILES": 1}
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=False, HALVED=True, **one_tile)
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable, **whole)
 compile(fused_pairs.sum_samples_kernel, 4, BLOCK_B=32, BLOCK_N=32, T=tl.float32)
-compile(fused_pairs.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
-compile(fused_pairs.activations_backward_kernel, 4, GRAD_X=True, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
+compile(fused_activations.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
+sizes = {"BLOCK_I": 4, "BLOCK_D": 128, "T": tl.float32}
+compile(fused_activations.activations_backward_kernel, 4, GRAD_X=True, **sizes)
 sizes = {"BLOCK_I": 64, "BLOCK_N": 64, "BLOCK_K": 32}
 compile(fused_product.rows_kernel, 4, ADD=False, ACTIVATIONS=True, VEC=4, **sizes)
 halves = dict.fromkeys(("waiting", "phi"), "tensordesc<fp16[64, 32]>") | {"M": "tensordesc<fp16[64, 32]>"}

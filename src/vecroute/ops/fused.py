@@ -1,4 +1,4 @@
-"""What is done to each pair i, j of a chunk, by the kernels of ``fused_pairs``."""
+"""What is done to each pair i, j of a chunk, by the kernels of ``fused_pairs`` and those beside it."""
 
 from functools import partial
 
@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
+from vecroute.ops.fused_activations import activations_backward_kernel, activations_kernel
 from vecroute.ops.fused_halves import input_gradient
 from vecroute.ops.fused_pairs import (
-    activations_backward_kernel,
-    activations_kernel,
     coefficients_backward_kernel,
     coefficients_kernel,
     sum_samples_kernel,
