@@ -364,10 +364,8 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
         if (FIRST && threadIdx.x < ROWS && row < n)
             units[(size_t)block.rank * n + row] = block.at(UNIT_X)[k % 2 * ROWS + threadIdx.x];
         if (!FIRST) block.score(k);
-        if (k)
-            wait(block.barrier(true),
-                 k - 1);  // phi of the rows before is here; so their dot products were read
-        __syncthreads();  // and what this block has of phi itself
+        if (k) wait(block.barrier(true), k - 1);  // for phi of the rows before: so their dot products were read
+        __syncthreads();                          // and for what this block has of phi itself
         block.rescale(k + 1);
         if (threadIdx.x == 0 && k) block.expect_phi();
         __syncthreads();

@@ -56,7 +56,7 @@ def has_kernels(c: int, n_out: int, device: torch.device) -> bool:
 
 
 def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> None:
-    """As ``passes.forward_pass``: fill y [1, j, d] and s [1, j], first of all f_a_inp [1, i] too."""
+    """As ``passes.forward_pass``: fill y [1, j, d] and s [1, j], and f_a_inp [1, i] in the first one."""
     (i, d), device = p.x_inp.shape[1:], p.x_inp.device
     c, first = d // D, x_hat is None
     launch, n_clusters = kernel(c, p.n_out, first, device)
@@ -98,12 +98,10 @@ def source(c: int, n_out: int, first: bool) -> str:
     tiles = -(-n_out // 8)
     of_group = -(-tiles // 4)  # of scores
     constants = f"constexpr int C = {c}, NT = {tiles}, FIRST = {int(first)}, TILES = {of_group};\n"
-    products = multiplication("scores_mma", of_group, transposed=0) + multiplication(
-        "sum_mma", tiles, transposed=1
-    )
+    scores, sums = multiplication("scores_mma", of_group, 0), multiplication("sum_mma", tiles, 1)
     here = files("vecroute.ops")
     hopper, clusters = (here.joinpath(name).read_text() for name in ("hopper.cu", "clusters.cu"))
-    return hopper + constants + products + clusters
+    return hopper + constants + scores + sums + clusters
 
 
 def multiplication(name: str, tiles: int, transposed: int) -> str:
