@@ -13,7 +13,7 @@ from vecroute.ops.problem import Problem, over_samples
 from vecroute.ops.products import accumulate, add
 
 
-def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, room: Room):
+def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dtype, room: Room):
     """phi of chunks like the given one, [b, i, j], and what fills it, a function of a chunk.
 
     Args:
@@ -22,9 +22,10 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, room: Room):
         dot: [b, i, j] x_inp times ``scores_matrix``, or None in the first iteration.
         a: [b, i, 1 or more] x_inp times W_A, in the first iteration of a variable length, else None.
         f: [b, i] activations of all rows, to fill if there is an a.
+        dtype: of phi.
         room: where to put what lives in a chunk.
     """
-    phi = room.take("R", f, *like.shape, p.n_out)  # [b, i, j]
+    phi = room.take("R", f, *like.shape, p.n_out, dtype=dtype)  # [b, i, j]
 
     def fill(chunk: Chunk) -> None:
         f_chunk = of_chunk(f, chunk)  # [b, i]

@@ -94,12 +94,12 @@ def rows_of_a_chunk(p: Problem, row: int, share: int) -> int:
 class Room(dict[str, Tensor]):
     """Memory for what lives in one chunk, by name, used again by the next."""
 
-    def take(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """An uninitialised tensor of the dtype of another."""
+    def take(self, name: str, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor, of the dtype of another if none is given."""
         size = math.prod(shape)
         if name not in self or self[name].numel() < size:
             self.pop(name, None)
-            self[name] = like.new_empty(size)
+            self[name] = like.new_empty(size, dtype=dtype)
         return self[name][:size].view(shape)
 
 

@@ -75,16 +75,18 @@ def transposes(p: Problem, like: Chunk) -> bool:
     return like.shape[1] % 4 == 0 and p.n_out <= 256
 
 
-def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, room: Room) -> Tensor:
-    """Room for [b, i, j] numbers of the dtype of another tensor."""
+def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, dtype: torch.dtype, room: Room) -> Tensor:
+    """Room for [b, i, j] numbers on the device of another tensor."""
     (b, i), j = chunk.shape, p.n_out
-    return room.take(name, like, b, j, i).mT if transposes(p, chunk) else room.take(name, like, b, i, j)
+    if transposes(p, chunk):
+        return room.take(name, like, b, j, i, dtype=dtype).mT
+    return room.take(name, like, b, i, j, dtype=dtype)
 
 
-def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, room: Room):
+def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dtype, room: Room):
     """As ``chunked.coefficients``."""
     b, i = like.shape
-    phi = to_be_summed(p, "phi", like, f, room)  # [b, i, j]
+    phi = to_be_summed(p, "phi", like, f, dtype, room)  # [b, i, j]
     linear = a if dot is None else dot  # [b, i, 1 to 8 or j]
     strides = {"dot_i": 0 if linear is None else linear.stride(1)}
     blocks = blocks_of_pairs(p.n_out)
@@ -114,7 +116,8 @@ def coefficients_backward(
         fresh = fresh and like.samples.start == 0
     to_sum = results[..., n_out:]  # [b, i, q - j]
     if c is None and not first:
-        to_sum = to_be_summed(p, "grad_dot", like, f if into.halved else results, room)  # [b, i, j]
+        dtype = p.dtype if into.halved else results.dtype
+        to_sum = to_be_summed(p, "grad_dot", like, f, dtype, room)  # [b, i, j]
     strides = {"grad_c_b": of_pairs[0].stride(0), "grad_c_i": of_pairs[0].stride(1)}
     strides |= {"results_b": results.stride(0), "results_i": results.stride(1), "pairs_i": pairs.stride(1)}
     blocks = blocks_of_pairs(n_out, 2048 if first else 1024, num_warps=8)

@@ -14,7 +14,7 @@ from vecroute.ops.common import normalize
 from vecroute.ops.fused import triton_dtype
 from vecroute.ops.fused_pairs import add_to
 from vecroute.ops.problem import Grads, Problem, over_samples
-from vecroute.ops.products import add
+from vecroute.ops.products import add_product
 
 
 @triton.jit
@@ -298,14 +298,3 @@ def add_gradient(p: Problem, grads: Grads, name: str, a: Tensor, b: Tensor) -> N
     if fresh:
         grads[name] = a.new_empty(a.shape[0], b.shape[1], dtype=p.dtype)  # [n, m]
     add_product(grads[name], a, b, fresh)
-
-
-def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """out [n, m] += a @ b, in place, or = if fresh; b is rounded as a is."""
-    b = b.to(a.dtype)  # [k, m]
-    if a.dtype == out.dtype:
-        out.addmm_(a, b, beta=0 if fresh else 1)
-    elif fresh and a.is_cuda:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        add(out, torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a @ b, fresh)

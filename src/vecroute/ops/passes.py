@@ -96,8 +96,9 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         y.zero_()
         s.zero_()
     columns, room = Columns(p, M, kept, first=first, forward=True), Room()
-    row = columns.n_computed + p.n_out
-    if p.operand_dtype != p.dtype:
+    dtype = p.dtype if phi_out is not None else p.pair_dtype  # of phi
+    row = columns.n_computed + (p.n_out if dtype == p.dtype else p.n_out // 2)
+    if p.operand_dtype != dtype:
         row += p.n_out // 2  # phi, rounded to be multiplied
     for same in alike(chunks(p, row, FORWARD_SHARE[p.variable])):
         like = same[0]
@@ -107,8 +108,8 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
         a = pairs[..., columns.a :] if first and p.variable else None  # [b, i, 1 to 8]
-        phi, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, room)  # [b, i, j]
-        phi_T, add_sum = phi.mT, summer(s[like.samples], like.shape[1])  # [b, j, i]
+        phi, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, dtype, room)  # [b, i, j]
+        phi_T, add_sum = phi.mT, summer(s[like.samples], like.shape[1], dtype)  # [b, j, i]
         for chunk in same:
             x = inputs(p, chunk)  # [b, i, d]
             if first and not p.variable:
@@ -261,7 +262,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
             p, like, c, pairs, results, grad_c, columns, f, grad_s[samples], grad_f_all, grads, fresh, into,
             room,
         )  # fmt: skip
-        total_M, add_sum = grad_M if first else grad_M[samples], summer(sums[samples], like.shape[1])
+        total_M, add_sum = grad_M if first else grad_M[samples], summer(sums[samples], like.shape[1], p.dtype)
         for chunk in same:
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
             rounded = x.to(p.operand_dtype)  # [b, i, d]

@@ -73,6 +73,16 @@ class Problem:
         return self.rounded
 
     @cached_property
+    def pair_dtype(self) -> torch.dtype:
+        """The dtype in which kernels leave pairs that are only multiplied.
+
+        With many outputs of a fixed length nearly all of the memory that is read and written are pairs.
+        """
+        many = not self.variable and self.n_out >= MANY_OUTPUTS
+        rounds = many and self.implementation == "fused" and self.operand_dtype == torch.bfloat16
+        return self.operand_dtype if rounds else self.dtype
+
+    @cached_property
     def offsets(self) -> list[int] | None:
         """cu_seqlens on the host."""
         return None if self.cu_seqlens is None else self.cu_seqlens.tolist()

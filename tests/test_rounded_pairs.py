@@ -1,0 +1,111 @@
+"""Pairs in bfloat16: with many outputs of a fixed length, where products are rounded to it."""
+
+import pytest
+import torch
+from samples import with_noise
+from tolerance import rms, twin, upstream
+
+import vecroute as vr
+from vecroute.ops import Tuning, fused
+from vecroute.ops import problem as problems
+
+CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
+    ((), 40, 24, 2, 0),
+    ((), 37, 19, 3, 0),  # of odd sizes
+    ((), 40, 24, 2, 13),
+    ((3,), 21, 600, 2, 0),  # outputs in more than one block
+    ((2,), 100, 24, 1, 40),
+]
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    """A GPU where there is one, elsewhere Triton's interpreter; and few outputs are many."""
+    monkeypatch.setattr(problems, "MANY_OUTPUTS", 8)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
+        yield device
+
+
+@pytest.fixture
+def dtypes(monkeypatch):
+    """A dict to find the dtypes of what the kernels over pairs are given in, by the names of arguments."""
+    dtypes = {}
+
+    def seen(kernel):
+        class Seen:
+            def __getitem__(self, grid):
+                def launch(**arguments):
+                    found = {n: a.dtype for n, a in arguments.items() if isinstance(a, torch.Tensor)}
+                    dtypes.setdefault(kernel.__name__, []).append(found)
+                    return kernel[grid](**arguments)
+
+                return launch
+
+        return Seen()
+
+    for name in ("coefficients_kernel", "coefficients_backward_kernel"):
+        monkeypatch.setattr(fused, name, seen(getattr(fused, name)))
+    return dtypes
+
+
+def make(n_inp: int, n_out: int, n_iters: int, rows: int = 0, **sizes: int) -> vr.VectorRouting:
+    sizes = {"n_inp": n_inp, "n_out": n_out, "d_inp": 32, "d_out": 16, **sizes}
+    layer = with_noise(vr.VectorRouting(**sizes, n_iters=n_iters, implementation="fused"))
+    layer.tuning = Tuning(rows=rows)
+    return layer
+
+
+def under_autocast(layer: vr.VectorRouting, x_inp: torch.Tensor, **options) -> dict[str, torch.Tensor]:
+    """x_out, and every gradient."""
+    layer.zero_grad()
+    x_inp = x_inp.detach().clone().requires_grad_()  # [..., i, d]
+    with torch.autocast(x_inp.device.type, torch.bfloat16):
+        x_out = layer(x_inp, **options)  # [..., j, h]
+    x_out.backward(upstream(x_out))
+    grads = {f"grad {name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return {"x_out": x_out.detach(), "grad x_inp": x_inp.grad, **grads}
+
+
+def assert_within_autocast(layer: vr.VectorRouting, x_inp: torch.Tensor, **options) -> None:
+    """Errors are those of the reference under autocast, or less; the interpreter cuts digits off instead."""
+    got = under_autocast(layer, x_inp, **options)
+    reference = under_autocast(twin(layer, torch.float32), x_inp, **options)
+    truth = under_autocast(twin(layer, torch.float64), x_inp.double(), **options)
+    for name, exact in truth.items():  # of one iteration scores have no gradient
+        error, of_reference = (rms(value.double() - exact) for value in (got[name], reference[name]))
+        allowed = (1 if x_inp.is_cuda else 3) * of_reference + 1e-5 * rms(exact)
+        if exact.numel() > 1:
+            assert error <= allowed, f"{name}: {error:.3e}, the reference has {of_reference:.3e}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_errors_are_those_of_autocast(case, nan_filled_memory):
+    batch, n_inp, *rest = case
+    assert_within_autocast(make(n_inp, *rest), torch.randn(*batch, n_inp, 32))
+
+
+def test_with_masks(nan_filled_memory):
+    mask = torch.rand(2, 30) > 0.3  # [b, i]
+    assert_within_autocast(make(30, 20, 2), torch.randn(2, 30, 32), input_mask=mask)
+
+
+def test_phi_is_written_as_it_is_multiplied(dtypes):
+    """Unless it is asked for."""
+    layer, x_inp = make(20, 16, 2), torch.randn(20, 32)
+    with torch.autocast(x_inp.device.type, torch.bfloat16):
+        layer(x_inp)
+        phi = layer.route(x_inp).phi
+    assert [seen["phi"] for seen in dtypes["coefficients_kernel"]] == [torch.bfloat16] * 3 + [torch.float32]
+    assert phi.dtype == torch.float32
+    assert not torch.equal(phi, phi.bfloat16().float())
+
+
+@pytest.mark.parametrize("which", ["fewer outputs", "any length", "float32"])
+def test_other_pairs_are_not_rounded(which, dtypes):
+    layer = make(None if which == "any length" else 20, 7 if which == "fewer outputs" else 16, 2)
+    x_inp = torch.randn(20, 32, requires_grad=True)
+    with torch.autocast(x_inp.device.type, torch.bfloat16, enabled=which != "float32"):
+        x_out = layer(x_inp)
+    x_out.sum().backward()
+    for seen in dtypes["coefficients_kernel"] + dtypes["coefficients_backward_kernel"]:
+        assert seen.get("phi", seen.get("pairs")) == torch.float32
