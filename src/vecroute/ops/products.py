@@ -66,6 +66,9 @@ def accumulate_over_inputs(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh:
         out.baddbmm_(a.to(out.dtype), b.to(out.dtype), beta=0 if fresh else 1)
     elif fresh and out.dtype == p.dtype:
         product(p, a, b, out)
+    elif a.is_cuda and out.dtype == p.dtype:
+        rounded = p.operand_dtype
+        torch.baddbmm(out, a.to(rounded), b.to(rounded), out_dtype=out.dtype, out=out)
     else:
         add(out, product(p, a, b), fresh)
 
@@ -95,10 +98,12 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     b = b.to(a.dtype)  # [k, m]
     if a.dtype == out.dtype:
         out.addmm_(a, b, beta=0 if fresh else 1)
-    elif fresh and a.is_cuda:
+    elif not a.is_cuda:
+        add(out, a @ b, fresh)
+    elif fresh:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
-        add(out, torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a @ b, fresh)
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
 
 
 def summer(out: Tensor, n_rows: int, dtype: torch.dtype) -> Callable[[Tensor, bool], object]:
