@@ -6,8 +6,10 @@ from samples import with_noise
 from tolerance import rms, twin, upstream
 
 import vecroute as vr
-from vecroute.ops import Tuning, fused
+from vecroute.ops import Tuning, fused, fused_steps
 from vecroute.ops import problem as problems
+from vecroute.ops.chunks import as_operand
+from vecroute.ops.library import operator_arguments, problem
 
 CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((), 40, 24, 2, 0),
@@ -109,3 +111,36 @@ def test_other_pairs_are_not_rounded(which, dtypes):
     x_out.sum().backward()
     for seen in dtypes["coefficients_kernel"] + dtypes["coefficients_backward_kernel"]:
         assert seen.get("phi", seen.get("pairs")) == torch.float32
+
+
+def make_problem(layer: vr.VectorRouting, x_inp: torch.Tensor, **tuning: int) -> problems.Problem:
+    options = {"implementation": "fused", "tuning": Tuning(**tuning)}
+    with torch.autocast(x_inp.device.type, torch.bfloat16):
+        return problem(
+            *operator_arguments(x_inp, layer.requires_grad_(False).weights(), None, None, 0.5, **options)
+        )
+
+
+def test_x_inp_is_rounded_once_if_it_is_small():
+    x_inp = torch.randn(20, 32)
+    p = make_problem(make(20, 16, 2), x_inp, keep_bytes=2 * x_inp.numel())
+    once = as_operand(p, p.x_inp)
+    assert torch.equal(once[0], x_inp.bfloat16())
+    assert as_operand(p, p.x_inp) is once
+    part = as_operand(p, p.x_inp[:, 5:])
+    assert torch.equal(part[0], x_inp[5:].bfloat16())
+    p = make_problem(make(20, 16, 2), x_inp, keep_bytes=2 * x_inp.numel() - 1)
+    assert as_operand(p, p.x_inp) is not as_operand(p, p.x_inp)
+    assert not p.copies
+
+
+def test_weights_are_rounded_once(monkeypatch):
+    monkeypatch.setattr(fused_steps, "step_dtype", lambda p: torch.bfloat16)
+    p = make_problem(make(20, 16, 2), torch.randn(20, 32))
+    y, s, grads = torch.randn(1, 16, 32), torch.randn(1, 16), problems.Grads()
+    x_out = p.steps.outputs(p, y, s)
+    p.steps.predictions_backward(p, y, x_out, p.steps.predicted(p, x_out), grads)
+    p.steps.outputs_backward(p, x_out, y, s, grads, torch.empty_like(y))
+    assert {name: copy.dtype for name, copy in p.copies.items()} == dict.fromkeys(
+        ("W_F2", "W_G1"), torch.bfloat16
+    )

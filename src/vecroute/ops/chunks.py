@@ -112,6 +112,13 @@ def inputs(p: Problem, chunk: Chunk) -> Tensor:
     return x if x.is_cuda and x.dtype == p.dtype else x.to(p.operand_dtype)  # [b, i, d]
 
 
+def as_operand(p: Problem, x: Tensor) -> Tensor:
+    """x [b, i, d] from ``inputs`` in the dtype of operands; a copy of all of x_inp is kept if it is small."""
+    if x.shape == p.x_inp.shape and x.numel() * p.operand_dtype.itemsize <= p.tuning.keep_bytes:
+        return p.in_dtype("x_inp", x, p.operand_dtype)  # [b, i, d]
+    return x.to(p.operand_dtype)  # [b, i, d]
+
+
 def use_of(p: Problem, chunk: Chunk) -> Tensor:
     """The used pairs of a chunk, [b or 1, i, j or 1]."""
     return use_of_samples(p, chunk)[:, chunk.rows]

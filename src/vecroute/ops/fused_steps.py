@@ -173,7 +173,7 @@ def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tens
     outputs_kernel[triton.cdiv(b * j, blocks["BLOCK_R"]),](
         y, s, p.sqrt_n_inp, p.w.W_F1, p.w.B_F2, u, x_out, b * j, j, d, h, T=triton_dtype(p), **blocks,
     )  # fmt: skip
-    add_product(x_out.view(-1, h), u.view(-1, d), p.w.W_F2, fresh=False)
+    add_product(x_out.view(-1, h), u.view(-1, d), p.in_dtype("W_F2", p.w.W_F2, u.dtype), fresh=False)
     return x_out
 
 
@@ -181,7 +181,7 @@ def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``chunked_steps.predicted``."""
     g = x_out.new_empty(*x_out.shape[:2], p.w.W_G1.shape[1]) if out is None else out  # [b, j, d]
     v = normalize(x_out).to(step_dtype(p))  # [b, j, h]
-    add_product(g.flatten(0, 1), v.flatten(0, 1), p.w.W_G1, fresh=True)
+    add_product(g.flatten(0, 1), v.flatten(0, 1), p.in_dtype("W_G1", p.w.W_G1, v.dtype), fresh=True)
     return g
 
 
@@ -202,7 +202,7 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
     grad_x_out, s = grad_x_out.contiguous(), s.contiguous()  # [b, j, h], [b, j]
     rows = grad_x_out.view(-1, h).to(step_dtype(p))  # [b j, h]
     grad_u, u = torch.empty_like(y), torch.empty_like(y, dtype=rows.dtype)  # [b, j, d] each
-    add_product(grad_u.view(-1, d), rows, p.w.W_F2.mT, fresh=True)
+    add_product(grad_u.view(-1, d), rows, p.in_dtype("W_F2", p.w.W_F2, rows.dtype).mT, fresh=True)
     sums, by_row = sum_blocks(b), row_blocks(h)
     parts, step = parts_of(b, j * max(d, h))
     grad_W, fresh_W = sums_of(p, grads, "W_F1", parts)  # [parts, j, d]
@@ -239,7 +239,7 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
         v, mean, rstd = torch.native_layer_norm(x_out, size, None, None, 1e-5)  # [b, j, h], [b, j, 1] twice
     add_gradient(p, grads, "W_G1", v.flatten(0, 1).to(rows.dtype).mT, rows)
     grad_v = torch.empty_like(x_out)  # [b, j, h]
-    add_product(grad_v.view(-1, size[0]), rows, p.w.W_G1.mT, fresh=True)
+    add_product(grad_v.view(-1, size[0]), rows, p.in_dtype("W_G1", p.w.W_G1, rows.dtype).mT, fresh=True)
     if size[0] > 1:
         grad_v, _, _ = torch.ops.aten.native_layer_norm_backward(
             grad_v, x_out, size, mean, rstd, None, None, [True, False, False]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import clusters
-from vecroute.ops.chunks import Chunk, Room, alike, chunks, inputs, of_chunk
+from vecroute.ops.chunks import Chunk, Room, alike, as_operand, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns, with_shared
 from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import (
@@ -114,7 +114,7 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
             x = inputs(p, chunk)  # [b, i, d]
             if first and not p.variable:
                 p.pairs.activations(p, chunk, x, of_chunk(f, chunk))
-            x = x.to(p.operand_dtype)  # [b, i, d]
+            x = as_operand(p, x)  # [b, i, d]
             multiply(chunk, x)
             fill_phi(chunk)
             fresh = writes(p) and chunk.rows.start == 0
@@ -265,7 +265,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
         total_M, add_sum = grad_M if first else grad_M[samples], summer(sums[samples], like.shape[1], p.dtype)
         for chunk in same:
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
-            rounded = x.to(p.operand_dtype)  # [b, i, d]
+            rounded = as_operand(p, x)  # [b, i, d]
             multiply(chunk, rounded)
             for out, waiting in copies:
                 out.copy_(of_chunk(waiting, chunk))

@@ -1,6 +1,6 @@
 """One call of the routing loop: its tensors and options."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
@@ -41,6 +41,7 @@ class Problem:
     implementation: str
     group: str = ""  # of the ranks that hold the other inputs
     units: Tensor | None = None  # [c, i] of rows of x_inp, from the first iteration in ``clusters``
+    copies: dict[str, Tensor] = field(default_factory=dict)  # from ``in_dtype``
 
     @cached_property
     def pairs(self) -> ModuleType:
@@ -106,6 +107,14 @@ class Problem:
     @cached_property
     def n_out(self) -> int:
         return self.w.W_F1.shape[0]
+
+    def in_dtype(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """t in a dtype; where that is another, the copy of that name, made once in a call."""
+        if t.dtype == dtype:
+            return t
+        if name not in self.copies:
+            self.copies[name] = t.to(dtype)
+        return self.copies[name]
 
     def total(self, *sums: Tensor) -> None:
         """Make sums over the inputs here sums over those of every rank, in place."""

@@ -94,8 +94,7 @@ def widened(*tensors: Tensor) -> list[Tensor]:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """out [n, m] += a @ b, in place, or = if fresh; b is rounded as a is."""
-    b = b.to(a.dtype)  # [k, m]
+    """out [n, m] += a @ b, in place, or = if fresh."""
     if a.dtype == out.dtype:
         out.addmm_(a, b, beta=0 if fresh else 1)
     elif not a.is_cuda:
