@@ -17,6 +17,8 @@ CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((), 40, 24, 2, 13),
     ((3,), 21, 600, 2, 0),  # outputs in more than one block
     ((2,), 100, 24, 1, 40),
+    ((), 40, 10, 2, 0),  # pairs wait in the rows of a gradient
+    ((2,), 40, 10, 2, 0),
 ]
 
 
@@ -91,15 +93,26 @@ def test_with_masks(nan_filled_memory):
     assert_within_autocast(make(30, 20, 2), torch.randn(2, 30, 32), input_mask=mask)
 
 
-def test_phi_is_written_as_it_is_multiplied(dtypes):
-    """Unless it is asked for."""
-    layer, x_inp = make(20, 16, 2), torch.randn(20, 32)
+def test_what_is_rounded(dtypes):
+    """Pairs, unless they wait where float32 is or phi is asked for; parameters and gradients are not."""
+    layer, x_inp = make(20, 16, 2), torch.randn(20, 32, requires_grad=True)
     with torch.autocast(x_inp.device.type, torch.bfloat16):
-        layer(x_inp)
+        layer(x_inp).sum().backward()
         phi = layer.route(x_inp).phi
-    assert [seen["phi"] for seen in dtypes["coefficients_kernel"]] == [torch.bfloat16] * 3 + [torch.float32]
+    forward, backward = dtypes["coefficients_kernel"], dtypes["coefficients_backward_kernel"]
+    assert [seen["phi"] for seen in forward] == [torch.bfloat16] * 3 + [torch.float32]
+    assert [forward[1]["dot"], forward[3]["dot"]] == [torch.bfloat16, torch.float32]
     assert phi.dtype == torch.float32
     assert not torch.equal(phi, phi.bfloat16().float())
+    pairs = {"pairs", "results", "grad_dot"}
+    for seen in backward:
+        assert {name for name, dtype in seen.items() if dtype == torch.bfloat16} - {"grad_a"} == pairs
+    dtypes.clear()
+    layer = make(20, 16, 2, d_inp=48)
+    with torch.autocast(x_inp.device.type, torch.bfloat16):
+        layer(torch.randn(20, 48, requires_grad=True)).sum().backward()
+    for seen in dtypes["coefficients_backward_kernel"]:
+        assert torch.bfloat16 not in seen.values()
 
 
 @pytest.mark.parametrize("which", ["fewer outputs", "any length", "float32"])

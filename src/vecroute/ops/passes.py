@@ -96,14 +96,16 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         y.zero_()
         s.zero_()
     columns, room = Columns(p, M, kept, first=first, forward=True), Room()
-    dtype = p.dtype if phi_out is not None else p.pair_dtype  # of phi
-    row = columns.n_computed + (p.n_out if dtype == p.dtype else p.n_out // 2)
-    if p.operand_dtype != dtype:
+    dtype = p.dtype if phi_out is not None else p.pair_dtype
+    row = columns.n_computed + p.n_out
+    if dtype != p.dtype:
+        row = row // 2
+    elif p.operand_dtype != p.dtype:
         row += p.n_out // 2  # phi, rounded to be multiplied
     for same in alike(chunks(p, row, FORWARD_SHARE[p.variable])):
         like = same[0]
         f, y_b = f_a_inp[like.batch], y[like.samples]  # [b, i], [b, j, d]
-        pairs = room.take("pairs", f, *like.shape, columns.n_computed)  # [b, i, q]
+        pairs = room.take("pairs", f, *like.shape, columns.n_computed, dtype=dtype)  # [b, i, q]
         computed = columns.matrix(like.samples, columns.computed)  # [b, q, d]
         c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
@@ -247,6 +249,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
     sums = new_sums(len(M), n_summed)  # [b, q - j]
     samples: Any = None
     n_pairs = max(columns.n_computed, columns.n_own, 0 if into.waits else columns.n)
+    dtype = p.dtype if into.waits else p.pair_dtype
     for same in alike(chunks(p, n_pairs + into.n_besides(columns), into.share)):
         like = same[0]
         if samples != like.samples:
@@ -254,7 +257,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
             computed = columns.matrix(samples, columns.computed)[:, : columns.n_computed]  # [b, q, d]
             all_M = into.matrix(samples, columns)  # [b, w + q, d]
         f, grad_f_all = f_a_inp[like.batch], grad_f[like.batch]  # [b, i] each
-        pairs = room.take("pairs", f, *like.shape, n_pairs)  # [b, i, q]
+        pairs = room.take("pairs", f, *like.shape, n_pairs, dtype=dtype)  # [b, i, q]
         c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
         results, all_results, grad_c = into.results(like, pairs, columns, room)
         copies = into.waiting(like, all_results, columns)

@@ -75,9 +75,9 @@ class Problem:
 
     @cached_property
     def pair_dtype(self) -> torch.dtype:
-        """The dtype in which kernels leave pairs that are only multiplied.
+        """The dtype of pairs: of dot products, phi and their gradients, but not of parameters.
 
-        With many outputs of a fixed length nearly all of the memory that is read and written are pairs.
+        With many outputs of a fixed length they are most of what is read and written. Autocast rounds too.
         """
         many = not self.variable and self.n_out >= MANY_OUTPUTS
         rounds = many and self.implementation == "fused" and self.operand_dtype == torch.bfloat16

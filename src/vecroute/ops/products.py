@@ -38,17 +38,17 @@ def multiplier(p: Problem, M: Tensor, bias: Tensor | None, out: Tensor) -> Calla
 
 
 def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Batched a @ b in p.dtype, its operands rounded where that is faster."""
-    rounded = p.operand_dtype
+    """Batched a @ b, in p.dtype if out has no other, its operands rounded where that is faster."""
+    rounded, dtype = p.operand_dtype, p.dtype if out is None else out.dtype
     a, b = a.to(rounded), b.to(rounded)
     if has_kernel(p, a, *([] if out is None else [out])):
         out = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out  # [b, i, j]
         return multiply_rows(out, a, b, fresh=True)
-    if rounded == p.dtype:
+    if rounded == dtype:
         return torch.bmm(a, b, out=out)
     if a.is_cuda:
-        return torch.bmm(a, b, out_dtype=p.dtype, out=out)
-    result = torch.bmm(a, b).to(p.dtype)  # [b, i, j]
+        return torch.bmm(a, b, out_dtype=dtype, out=out)
+    result = torch.bmm(a, b).to(dtype)  # [b, i, j]
     return result if out is None else out.copy_(result)
 
 
