@@ -8,7 +8,7 @@ from importlib.metadata import files
 
 import pytest
 
-from vecroute.ops import clusters
+from vecroute.ops import clusters, input_gradient
 
 SCRIPT = """
 import triton
@@ -49,10 +49,11 @@ variable = {"FIRST": True, "FIXED": False, "FLAT": True, "MASKED": False, "TRANS
 fixed["C_OF_ALL"], variable["C_OF_ALL"] = True, False
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=False, **fixed)
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=True, **variable)
-whole = {"RESULTS_OF_ALL": True, "GRADS_OF_ALL": True, "PRIOR": 0.01}
+whole = {"KEPT": True, "RESULTS_OF_ALL": True, "GRADS_OF_ALL": True, "PRIOR": 0.01}
 one_tile = fixed | whole | {"TILES": 1}
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=False, HALVED=True, **one_tile)
-compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable, **whole)
+variable |= whole | {"KEPT": False}
+compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable)
 compile(fused_pairs.sum_samples_kernel, 4, BLOCK_B=32, BLOCK_N=32, T=tl.float32)
 compile(fused_activations.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 sizes = {"BLOCK_I": 4, "BLOCK_D": 128, "T": tl.float32}
@@ -79,14 +80,11 @@ def test_every_kernel_compiles():
     assert len(done.stdout.split()) == 13
 
 
-@pytest.mark.parametrize(("c", "n_out"), [(2, 100), (4, 100), (4, 32), (8, 64)])
-@pytest.mark.parametrize("first", [True, False])
-def test_the_kernel_of_clusters_compiles(c, n_out, first):
-    """Without a warning, and all that it has fits the registers, but for clusters of two."""
+def log_of_compilation(source: str) -> str:
+    """What the compiler of CUDA C++ says, with the registers that a kernel has; it must not fail."""
     (path,) = (file.locate() for file in files("nvidia-cuda-nvrtc") if file.name.startswith("libnvrtc.so"))
     nvrtc, program = ctypes.CDLL(str(path)), ctypes.c_void_p()
-    source = clusters.source(c, n_out, first).encode()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"clusters.cu", 0, None, None) == 0
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"k.cu", 0, None, None) == 0
     options = [b"--gpu-architecture=sm_90a", b"--ptxas-options=-v", b"-default-device"]
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
@@ -97,4 +95,18 @@ def test_the_kernel_of_clusters_compiles(c, n_out, first):
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     assert status == 0, text
     assert "warning" not in text and "serialized" not in text, text  # noqa: PT018
-    assert c == 2 or "0 bytes spill stores, 0 bytes spill loads" in text, text
+    return text
+
+
+@pytest.mark.parametrize(("c", "n_out"), [(2, 100), (4, 100), (4, 32), (8, 64)])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_kernel_of_clusters_compiles(c, n_out, first):
+    """Without a warning, and all that it has fits the registers, but for clusters of two."""
+    log = log_of_compilation(clusters.source(c, n_out, first))
+    assert c == 2 or "0 bytes spill stores, 0 bytes spill loads" in log, log
+
+
+@pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 128), (1, 4)])
+def test_the_kernel_of_the_input_gradient_compiles(waiting, n_out):
+    log = log_of_compilation(input_gradient.source(waiting, n_out))
+    assert "0 bytes spill stores, 0 bytes spill loads" in log, log

@@ -6,7 +6,7 @@ from samples import with_noise
 from tolerance import rms, twin, upstream
 
 import vecroute as vr
-from vecroute.ops import Tuning, fused, fused_steps
+from vecroute.ops import Tuning, fused, fused_steps, passes
 from vecroute.ops import problem as problems
 from vecroute.ops.chunks import as_operand
 from vecroute.ops.library import operator_arguments, problem
@@ -104,7 +104,7 @@ def test_what_is_rounded(dtypes):
     assert [forward[1]["dot"], forward[3]["dot"]] == [torch.bfloat16, torch.float32]
     assert phi.dtype == torch.float32
     assert not torch.equal(phi, phi.bfloat16().float())
-    pairs = {"pairs", "results", "grad_dot"}
+    pairs = {"pairs", "dot", "results", "grad_dot"}
     for seen in backward:
         assert {name for name, dtype in seen.items() if dtype == torch.bfloat16} - {"grad_a"} == pairs
     dtypes.clear()
@@ -124,6 +124,30 @@ def test_other_pairs_are_not_rounded(which, dtypes):
     x_out.sum().backward()
     for seen in dtypes["coefficients_kernel"] + dtypes["coefficients_backward_kernel"]:
         assert seen.get("phi", seen.get("pairs")) == torch.float32
+
+
+@pytest.mark.parametrize("missing", [0, 1], ids=["fits", "does not fit"])
+def test_dot_products_are_kept_for_a_backward_alone(missing, monkeypatch):
+    kept, new_kept = [], passes.new_kept
+    monkeypatch.setattr(passes, "new_kept", lambda *args: kept.append(new_kept(*args)) or kept[-1])
+    layer, x_inp = make(20, 16, 3), torch.randn(20, 32)
+    layer.tuning = Tuning(keep_bytes=20 * 2 * 16 * 2 - missing)
+    with torch.autocast(x_inp.device.type, torch.bfloat16):
+        layer(x_inp)
+        with torch.no_grad():
+            layer(x_inp)
+        layer.route(x_inp, phi_out=torch.empty(20, 16))
+    assert [len(each) for each in kept] == [0 if missing else 1, 0, 0]
+    assert kept[0].dtype == torch.bfloat16
+    assert not kept[0].eq(0).any()
+
+
+def test_kept_dot_products_can_be_used_twice():
+    layer, x_inp = make(20, 16, 2), torch.randn(20, 32, requires_grad=True)
+    with torch.autocast(x_inp.device.type, torch.bfloat16):
+        x_out = layer(x_inp)
+    first, second = (torch.autograd.grad(x_out.sum(), x_inp, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def make_problem(layer: vr.VectorRouting, x_inp: torch.Tensor, **tuning: int) -> problems.Problem:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from vecroute.ops.chunks import Chunk, Room, of_chunk
+from vecroute.ops.chunks import Chunk, Room, has_all_rows, of_chunk
 from vecroute.ops.problem import Problem, over_samples
 from vecroute.ops.products import multiplier
 
@@ -83,6 +83,13 @@ class Columns:
         """
         return with_shared(None if self.own is None else self.own[samples], shared)
 
+    def kept_whole(self, like: Chunk, dtype: torch.dtype) -> Any:
+        """Kept dot products, [b, i, j], where kernels can use them as they are: of the chunk's rows alone."""
+        if self.kept is None or self.first or self.p.variable or self.p.implementation != "fused":
+            return None
+        kept = self.kept[like.batch]  # [b, i, j]
+        return None if has_all_rows(kept, like) or kept.dtype != dtype else kept
+
     def products(self, pairs: Tensor, M, like: Chunk, room: Room):
         """What chunks like the given one have of c, and what fills pairs [b, i, q] with x M^T and the bias.
 
@@ -91,7 +98,8 @@ class Columns:
         """
         p, n = self.p, self.n_computed
         multiply = multiplier(p, M, self.bias, pairs[..., :n]) if n else None
-        kept = None if self.kept is None else self.kept[like.batch]  # [b, i, k]
+        copied = self.kept is not None and self.kept_whole(like, pairs.dtype) is None
+        kept = self.kept[like.batch] if copied else None  # [b, i, k]
         c: Any = None
         if self.computed is not None:
             n_own = n - len(self.computed)

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vecroute.ops import fused_halves, input_gradient
 from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
 from vecroute.ops.fused_activations import activations_backward_kernel, activations_kernel
-from vecroute.ops.fused_halves import input_gradient
 from vecroute.ops.fused_pairs import (
     coefficients_backward_kernel,
     coefficients_kernel,
@@ -120,11 +120,14 @@ def coefficients_backward(
         to_sum = to_be_summed(p, "grad_dot", like, f, dtype, room)  # [b, i, j]
     strides = {"grad_c_b": of_pairs[0].stride(0), "grad_c_i": of_pairs[0].stride(1)}
     strides |= {"results_b": results.stride(0), "results_i": results.stride(1), "pairs_i": pairs.stride(1)}
+    dot = columns.kept_whole(like, pairs.dtype)  # [b, i, j]
+    strides["dot_i"] = 0 if dot is None else dot.stride(1)
     blocks = blocks_of_pairs(n_out, 2048 if first else 1024, num_warps=8)
     tops = into.top[len(into.columns) :] if into.halved else f  # [2 or more, i]
     launch = partial(
         coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b],
-        pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
+        pairs=pairs, dot=pairs if dot is None else dot, KEPT=dot is not None, results=results, grad_s=grad_s,
+        grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
         fresh=int(fresh or (c is None and b > 1)), ADDS_UP=columns.adds_up,
         PRIOR=p.prior if columns.adds_up and columns.flat else 0.0,  # compiled for each that is needed
@@ -162,7 +165,8 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
     if into.halved:
         waiting, top = into.place[0, chunk.rows, : into.n_waiting], into.top[1:, chunk.rows]  # [i, w], [t, i]
         tensors = p.w.W_A[chunk.rows], into.grad_x[0, chunk.rows], grads["W_A"][chunk.rows]  # [i, d] each
-        input_gradient(waiting, pairs[0], M[0], top, x[0], *tensors, grad_a[0])
+        multiply = input_gradient.input_gradient if into.by_rows else fused_halves.input_gradient
+        multiply(waiting, pairs[0], M if into.by_rows else M[0], top, x[0], *tensors, grad_a[0])
         return
     (b, i, d), fresh = x.shape, chunk.samples.start == 0
     W_A, grad_W_A = p.w.W_A[chunk.rows], grads["W_A"][chunk.rows]  # [i, d], [i, d]

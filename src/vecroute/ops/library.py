@@ -267,6 +267,8 @@ def route_streamed(
         x_out [..., j, h] and phi [..., i, j] (None if not asked for), which has no graph.
     """
     batch = x_inp.shape[:-2]
+    if weights.W_use is None and (phi_out is not None or not torch.is_grad_enabled()):
+        tuning = tuning._replace(keep_bytes=0)  # dot products are kept for a backward alone
     arguments = operator_arguments(
         x_inp,
         weights,

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops import clusters
+from vecroute.ops import clusters, input_gradient
 from vecroute.ops.chunks import Chunk, Room, alike, as_operand, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns, with_shared
 from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import (
+    HALVES,
     accumulate,
     accumulate_over_inputs,
     halves_of,
@@ -38,14 +39,14 @@ FORWARD_SHARE = {False: 22, True: 64}
 def new_kept(p: Problem, n_iters: int) -> Tensor:
     """Memory for what is kept of every pair, [b, i, k]; none if it costs no product or does not fit.
 
-    Of a variable length that is c_sum and c_ign. Of a fixed length, on a CPU, the dot product of every
-    iteration but the first; a GPU multiplies as fast as it would read them.
+    Of a variable length that is c_sum and c_ign. Of a fixed length, on a CPU or with many outputs, the dot
+    product of every iteration but the first; else a GPU multiplies as fast as it would read them.
     """
     b, i = p.x_inp.shape[:2]
     k = 2 * p.n_out if p.variable else (n_iters - 1) * p.n_out
-    keep = n_iters > 1 and b * i * k * p.dtype.itemsize <= p.tuning.keep_bytes
-    keep &= p.variable or p.x_inp.device.type == "cpu"
-    return p.x_inp.new_empty(b if keep else 0, i, k, dtype=p.dtype)  # [b, i, k]
+    keep = n_iters > 1 and b * i * k * p.pair_dtype.itemsize <= p.tuning.keep_bytes
+    keep &= p.variable or p.x_inp.device.type == "cpu" or p.pair_dtype != p.dtype
+    return p.x_inp.new_empty(b if keep else 0, i, k, dtype=p.pair_dtype)  # [b, i, k]
 
 
 def kept_in(p: Problem, kept: Tensor, t: int) -> Tensor:
@@ -105,7 +106,9 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
     for same in alike(chunks(p, row, FORWARD_SHARE[p.variable])):
         like = same[0]
         f, y_b = f_a_inp[like.batch], y[like.samples]  # [b, i], [b, j, d]
-        pairs = room.take("pairs", f, *like.shape, columns.n_computed, dtype=dtype)  # [b, i, q]
+        pairs = columns.kept_whole(like, dtype)  # [b, i, j]
+        if pairs is None:
+            pairs = room.take("pairs", f, *like.shape, columns.n_computed, dtype=dtype)  # [b, i, q]
         computed = columns.matrix(like.samples, columns.computed)  # [b, q, d]
         c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
@@ -134,8 +137,9 @@ class InputGradient:
     There the gradient of c, which has the same matrix in every iteration, adds up after them and after room
     for phi of the first. Where they do not fit every pass adds its product.
 
-    ``halved``: pairs are float16, for the kernel of ``fused_halves``: divided by ``top``, the greatest of a
-    row so far, and multiplied with ``weights``, one for each column of a pass.
+    ``halved``: pairs are float16, for the kernel of ``fused_halves`` or, ``by_rows``, of ``input_gradient``:
+    divided by ``top``, the power of two below the greatest of a row so far, and multiplied with ``weights``,
+    one for each column of a pass.
     """
 
     def __init__(self, p: Problem, n_iters: int, needed: bool, grad_W_A: Tensor | None = None):
@@ -148,6 +152,7 @@ class InputGradient:
         self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
         self.aside = aside and self.waits  # not in grad_x
         self.halved = self.aside and has_halves(p, self.n_waiting, self.grad_x, grad_W_A)
+        self.by_rows = self.halved and input_gradient.can_multiply(p, self.n_waiting)
         self.top = self.weights = None  # type: Any
         if self.halved:
             self.place = place.view(torch.float16)  # [1, i, 2 d]
@@ -219,7 +224,11 @@ class InputGradient:
             matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [1, q, d] each
             weights = [row_weights(M) for M in matrices]  # [1, q, 1] each
             self.weights = weights[-1].flatten()  # [q]
-            return halves_of(matrices, weights) if columns.first else matrices[0]
+            if not columns.first:
+                return matrices[0]
+            if self.by_rows:
+                return input_gradient.arranged(halves_of(matrices, weights, 1)[0])
+            return halves_of(matrices, weights, HALVES["BLOCK_K"])
         if columns.first and self.waits:
             return with_shared(self.M[samples], columns.shared)  # [b, w + q, d]
         return columns.matrix(samples, columns.shared)  # [b, q, d]
