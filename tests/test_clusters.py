@@ -1,9 +1,8 @@
 """Iterations that read x_inp once, in clusters of multiprocessors: on Hopper GPUs alone."""
 
-import re
-
 import pytest
 import torch
+from constants import named_constants
 from samples import with_noise
 from tolerance import assert_as_good, twin
 
@@ -45,25 +44,16 @@ def assert_x_out_as_good(layer: vr.VectorRouting, x_inp: torch.Tensor) -> None:
         assert_as_good("x_out", layer(x_inp), twin(layer, torch.float32)(x_inp), truth)
 
 
-def places(c: int, n_out: int, first: bool) -> dict[str, int]:
-    """The constants of clusters.cu."""
-    tiles = -(-n_out // 8)
-    values = {"C": c, "NT": tiles, "FIRST": int(first), "TILES": -(-tiles // 4)}
-    text = (clusters.files("vecroute.ops") / "clusters.cu").read_text()
-    for name, formula in re.findall(r"^constexpr int (\w+) =\s+([^;]+);", text, re.MULTILINE):
-        formula = re.sub(r"^FIRST \? (.+) : (.+)$", r"(\1) if FIRST else (\2)", formula)
-        values[name] = eval(formula.replace("/", "//"), {}, values)
-    return values
-
-
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(("c", "n_out"), [(2, 100), (4, 100), (4, 32), (8, 64)])
 def test_shared_memory_is_as_large_as_the_kernel_divides(c, n_out, first):
-    constants = places(c, n_out, first)
+    tiles = -(-n_out // 8)
+    given = {"C": c, "NT": tiles, "FIRST": int(first), "TILES": -(-tiles // 4)}
+    constants = named_constants("clusters.cu", given)
     assert clusters.shared_bytes(c, n_out, first) == constants["BARRIERS"] + 2 * 8
     assert (constants["D"], constants["THREADS"]) == (clusters.D, clusters.THREADS)
-    tiles = [name for name in ("X16", "PHI", "X_HAT") if not (first and name == "X_HAT")]
-    assert all(constants[name] % 1024 == 0 for name in tiles)  # what the tensor cores read
+    places = [name for name in ("X16", "PHI", "X_HAT") if not (first and name == "X_HAT")]
+    assert all(constants[name] % 1024 == 0 for name in places)  # what the tensor cores read
 
 
 def test_source_has_the_sizes():

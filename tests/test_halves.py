@@ -6,7 +6,7 @@ from samples import with_noise
 from tolerance import assert_as_good, assert_layer_as_good, outcome, twin
 
 import vecroute as vr
-from vecroute.ops import Tuning, fused
+from vecroute.ops import Tuning, fused_halves
 
 CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
     (2, 90, 20, 256, 0),
@@ -27,8 +27,8 @@ def device(tf32):
 @pytest.fixture
 def calls(monkeypatch):
     """A list with an entry for each call of the kernel."""
-    calls, call = [], fused.input_gradient
-    monkeypatch.setattr(fused, "input_gradient", lambda *a: (calls.append(1), call(*a)))
+    calls, call = [], fused_halves.input_gradient
+    monkeypatch.setattr(fused_halves, "input_gradient", lambda *a: (calls.append(1), call(*a)))
     return calls
 
 

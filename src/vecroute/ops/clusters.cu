@@ -114,8 +114,8 @@ struct Block {
         u32 to = address(shared + X32) + ((slot * WARPS + warp) * D + lane * 4) * 4;
 #pragma unroll
         for (int h = 0; h < D; h += 128) {
-            load_16(to + h * 4, inside ? next_x + h : p.x, inside);
-            if (FIRST) load_16(to + W32 - X32 + h * 4, inside ? next_W + h : p.W_A, inside);
+            load_16(to + h * 4, inside ? next_x + h : p.x, inside * 16);
+            if (FIRST) load_16(to + W32 - X32 + h * 4, inside ? next_W + h : p.W_A, inside * 16);
         }
         if (!FIRST && lane == 0)
             load_4(address(shared + UNITS) + (slot * WARPS + warp) * 4,

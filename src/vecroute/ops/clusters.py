@@ -7,12 +7,12 @@ when it is first called; here is when it can be used, and how.
 
 import ctypes
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vecroute.ops import hopper
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import fits_descriptor, row_weights
 
@@ -44,14 +44,11 @@ def can_iterate(p: Problem, first: bool) -> bool:
 @cache
 def has_kernels(c: int, n_out: int, device: torch.device) -> bool:
     """Whether both kernels, of the first iteration and of others, can be compiled for a device."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    if torch.version.cuda is None or (properties.major, properties.minor) != (9, 0):
-        return False
-    if shared_bytes(c, n_out, first=False) > properties.shared_memory_per_block_optin:
+    if not hopper.has_shared_bytes(shared_bytes(c, n_out, first=False), device):
         return False
     try:
         return all(kernel(c, n_out, first, device) for first in (True, False))
-    except (OSError, RuntimeError, AttributeError):  # nothing to compile with, or a PyTorch that does not
+    except hopper.CANNOT_COMPILE:
         return False
 
 
@@ -87,10 +84,10 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
 @cache
 def kernel(c: int, n_out: int, first: bool, device: torch.device) -> tuple[Any, int]:
     """The compiled kernel, and how many clusters the device runs at a time."""
+    shared = shared_bytes(c, n_out, first)
+    compiled = hopper.compiled(source(c, n_out, first), "iteration", shared, device)
     with torch.cuda.device(device):
-        compiled = torch.cuda._compile_kernel(source(c, n_out, first), "iteration", compute_capability="90a")
-        compiled.set_shared_memory_config(shared_bytes(c, n_out, first))
-        return compiled, clusters_at_a_time(compiled.func, c, shared_bytes(c, n_out, first))
+        return compiled, clusters_at_a_time(compiled.func, c, shared)
 
 
 def source(c: int, n_out: int, first: bool) -> str:
@@ -98,24 +95,9 @@ def source(c: int, n_out: int, first: bool) -> str:
     tiles = -(-n_out // 8)
     of_group = -(-tiles // 4)  # of scores
     constants = f"constexpr int C = {c}, NT = {tiles}, FIRST = {int(first)}, TILES = {of_group};\n"
-    scores, sums = multiplication("scores_mma", of_group, 0), multiplication("sum_mma", tiles, 1)
-    here = files("vecroute.ops")
-    hopper, clusters = (here.joinpath(name).read_text() for name in ("hopper.cu", "clusters.cu"))
-    return hopper + constants + scores + sums + clusters
-
-
-def multiplication(name: str, tiles: int, transposed: int) -> str:
-    """A function that adds a @ b, [64, 16] @ [16, 8 tiles], to r, or writes it there if not ``add``."""
-    n = 4 * tiles
-    registers = ", ".join(f"%{k}" for k in range(n))
-    outputs = ", ".join(f'"+f"(r[{k}])' for k in range(n))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{8 * tiles}k16.f32.f16.f16"
-    return (
-        f"INLINE void {name}(float (&r)[{n}], u64 a, u64 b, int add = 1) {{\n"
-        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + 2}, 0;\\n'
-        f'{instruction} {{{registers}}}, %{n}, %{n + 1}, p, 1, 1, {transposed}, {transposed};\\n}}"\n'
-        f'        : {outputs} : "l"(a), "l"(b), "r"(add));\n}}\n'
-    )
+    scores = hopper.multiplication("scores_mma", of_group)
+    sums = hopper.multiplication("sum_mma", tiles, transposed=1)
+    return hopper.source("clusters.cu", constants, scores, sums)
 
 
 def shared_bytes(c: int, n_out: int, first: bool) -> int:

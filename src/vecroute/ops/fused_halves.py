@@ -62,7 +62,7 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
     Args:
         waiting: [i, w] phi and the gradient of dot of every iteration but the first, in float16.
         phi: [i, j] of the first iteration, in float16.
-        M: [n, k] from ``halves_of``, top: [t, i].
+        M: [n, k] from ``halves_of``, top: [t, i] powers of two, or 0.
         x, W_A: [i, n], grad_a: [i].
     """
     rows, columns, inner = HALVES["BLOCK_I"], HALVES["BLOCK_N"], HALVES["BLOCK_K"]

@@ -1,5 +1,5 @@
 // What CUDA C++ has no words for: clusters, asynchronous loads, tensor cores (compute capability 9.0), and
-// arithmetic on rows of numbers that share a unit. For clusters.cu.
+// arithmetic on rows of numbers that share a unit. For clusters.cu and input_gradient.cu.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -35,9 +35,12 @@ INLINE void send(u32 to, u32 barrier, u32 from, int bytes) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-INLINE void barrier_init(u32 barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n"
-                 "fence.mbarrier_init.release.cluster;" :: "r"(barrier) : "memory");
+INLINE void barrier_init(u32 barrier, int arrivals = 1) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n"
+                 "fence.mbarrier_init.release.cluster;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+INLINE void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 INLINE void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
@@ -48,21 +51,34 @@ INLINE void wait(u32 barrier, int phase) {
                  "@!p bra more;\n}" :: "r"(barrier), "r"(phase % 2) : "memory");
 }
 
+INLINE void fetch(u32 to, const void* from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
 // ---- Loads, each thread its own; zeros where there is nothing. ----
-INLINE void load_16(u32 to, const float* from, bool inside) {
+INLINE void load_16(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
-                 :: "r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+                 :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
 INLINE void load_4(u32 to, const float* from, bool inside) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                  :: "r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
+}
+INLINE float4 loaded(u32 at) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+    return v;
+}
+INLINE void store_16(u32 at, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 INLINE void loads_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int STAGES> INLINE void loads_wait() {  // for the oldest
     asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
 }
 INLINE void loads_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-INLINE void prefetch(const float* from, int bytes) {
+INLINE void prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 INLINE float4 load_once(const float* from, bool inside) {  // past the first cache: shared memory leaves little of it
@@ -71,6 +87,19 @@ INLINE float4 load_once(const float* from, bool inside) {  // past the first cac
         asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
     return v;
+}
+INLINE uint4 load_8(const unsigned short* from, bool inside) {  // 8 of 16 bits, which may be written to later
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (inside)
+        asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
+INLINE float4 load_once(const unsigned short* from, bool inside) {  // bfloat16
+    uint2 v = make_uint2(0, 0);
+    if (inside) asm volatile("ld.global.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+    return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u), __uint_as_float(v.y << 16),
+                       __uint_as_float(v.y & 0xffff0000u));
 }
 
 // ---- Numbers ----

@@ -1,0 +1,54 @@
+"""CUDA C++ for GPUs of compute capability 9.0 (Hopper), compiled by PyTorch when it is first called."""
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+CANNOT_COMPILE = (OSError, RuntimeError, AttributeError)  # no toolkit, or a PyTorch that does not
+
+
+@cache
+def has_shared_bytes(n: int, device: torch.device) -> bool:
+    """Whether a device is of this kind, and has so many bytes of shared memory for a block."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    properties: Any = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) == (9, 0) and n <= properties.shared_memory_per_block_optin
+
+
+def source(name: str, *definitions: str) -> str:
+    """``hopper.cu``, some definitions, and a kernel that uses both."""
+    here = files("vecroute.ops")
+    return "\n".join((here.joinpath("hopper.cu").read_text(), *definitions, here.joinpath(name).read_text()))
+
+
+def multiplication(name: str, tiles: int, transposed: int = 0, in_registers: bool = False) -> str:
+    """A function that adds a @ b, [64, 16] @ [16, 8 tiles], to r, or writes it there if not ``add``.
+
+    b is in shared memory, and a too unless ``in_registers``; both transposed, or none.
+    """
+    n, n_a = 4 * tiles, 4 if in_registers else 1
+    registers = ", ".join(f"%{k}" for k in range(n))
+    outputs = ", ".join(f'"+f"(r[{k}])' for k in range(n))
+    arguments = ", ".join(f"u32 a{k}" for k in range(n_a)) if in_registers else "u64 a0"
+    inputs = ", ".join(f'"{"r" if in_registers else "l"}"(a{k})' for k in range(n_a))
+    a = ", ".join(f"%{n + k}" for k in range(n_a))
+    a = f"{{{a}}}" if in_registers else a
+    signs = f"1, 1, {transposed}" if in_registers else f"1, 1, {transposed}, {transposed}"
+    return (
+        f"INLINE void {name}(float (&r)[{n}], {arguments}, u64 b, int add = 1) {{\n"
+        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + n_a + 1}, 0;\\n'
+        f"wgmma.mma_async.sync.aligned.m64n{8 * tiles}k16.f32.f16.f16 "
+        f'{{{registers}}}, {a}, %{n + n_a}, p, {signs};\\n}}"\n'
+        f'        : {outputs} : {inputs}, "l"(b), "r"(add));\n}}\n'
+    )
+
+
+def compiled(text: str, name: str, shared: int, device: torch.device) -> Any:
+    """A kernel that may have so many bytes of shared memory; or one of ``CANNOT_COMPILE`` is raised."""
+    with torch.cuda.device(device):
+        kernel = torch.cuda._compile_kernel(text, name, compute_capability="90a")
+        kernel.set_shared_memory_config(shared)
+    return kernel

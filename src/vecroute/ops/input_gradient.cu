@@ -1,0 +1,173 @@
+// The gradients of x_inp and of W_A of one sample of a fixed length: what input_gradient.py calls.
+//
+//     grad_x = unit (pairs M) + grad_a W_A      grad_W_A = grad_a x_inp
+//
+// A group of 128 threads has 64 rows at a time. Their pairs stay in registers while M, shared by the groups of a
+// block, goes by 64 columns at a time; so pairs come from memory once, and M, from the cache, once for all rows
+// of a block. x_inp and W_A are on their way to registers while the tensor cores multiply.
+//
+// Pairs may wait in the rows of grad_W_A: a row is read and written by one warp alone.
+//
+// Before this file come hopper.cu; WAITING, the iterations that wait; N_OUT; and gradient_mma, which multiplies on the tensor cores.
+
+constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64, COLUMNS = 64;
+constexpr int N_WAITING = 2 * N_OUT * WAITING;
+constexpr int K = (N_WAITING + N_OUT + 31) / 32 * 32;  // all pairs of a row, padded
+
+// Places in shared memory, in bytes.
+constexpr int TILE = COLUMNS * 128, STAGE = (K + 63) / 64 * TILE;  // 64 columns of M, as the tensor cores read them
+constexpr int STAGES = 3;
+constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], on their way from the tensor cores' order
+constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * COLUMNS * 4;  // [2][STAGES]: M is there; it has been used
+
+struct Arguments {
+    const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, j], [d / 64] stages
+    const float* top;                         // [WAITING + 1, i] units of pairs, ascending powers of two
+    const float *x, *W_A, *grad_a;            // [i, d], [i, d], [i]
+    float *grad_x, *grad_W_A;                 // [i, d]
+    int n, d, waiting_i, phi_i, top_t, x_i, W_A_i, grad_x_i, grad_W_A_i;  // sizes, and strides of rows
+};
+
+struct Group {
+    const Arguments& p;
+    const u32 shared;
+    const int lane, warp;     // a warp has 16 rows of a block
+    u32 pairs[K / 32][2][4];  // of rows lane / 4 and that + 8, 8 numbers out of 32
+    float unit[2], total[32];  // of the same rows 16 columns each
+    float a[8];               // of rows lane / 16, that + 2, ...
+    float4 x[8], W[8];        // of the same rows
+
+    INLINE Group(const Arguments& p, char* memory)
+        : p(p), shared(address(memory)), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
+
+    // All of a row in the unit of the last.
+    INLINE void load_pairs(int block) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = block + warp * 16 + lane / 4 + 8 * h;
+            const bool inside = row < p.n;
+            const size_t i = inside ? row : 0;
+            const unsigned short *waiting = p.waiting + i * p.waiting_i, *phi = p.phi + i * p.phi_i - N_WAITING;
+            const float last = inside ? p.top[(size_t)WAITING * p.top_t + i] : 0.f;
+            unit[h] = last * (1.f / (1 << 28));  // both operands are times 2^14
+#pragma unroll
+            for (int c = 0; c < K / 32; ++c) {
+                const int k = c * 32 + lane % 4 * 8, t = min(k / (2 * N_OUT), WAITING - 1);
+                uint4 v = load_8((k < N_WAITING ? waiting : phi) + k, inside && k < N_WAITING + N_OUT);
+                if (k + 8 > N_WAITING + N_OUT) v.z = v.w = 0;  // half of it is padding
+                float by = k < N_WAITING ? p.top[(size_t)t * p.top_t + i] / last : 1.f;
+                const u32 both = last == 0.f ? 0 : halves(by, by);
+                pairs[c][h][0] = times(v.x, both), pairs[c][h][1] = times(v.y, both);
+                pairs[c][h][2] = times(v.z, both), pairs[c][h][3] = times(v.w, both);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a[i] = inside(block, i) ? p.grad_a[row(block, i)] : 0.f;
+    }
+
+    INLINE u32 barrier(int used, int k) const { return shared + BARRIERS + (used * STAGES + k % STAGES) * 8; }
+    // Columns k of M, counted on over the blocks of rows, are on their way.
+    INLINE void load_matrix(int k) {
+        expect(barrier(0, k), STAGE);
+        fetch(shared + k % STAGES * STAGE, p.M + (size_t)(k % (p.d / COLUMNS)) * (STAGE / 2), STAGE, barrier(0, k));
+    }
+    INLINE void prepare() {
+        if (threadIdx.x == 0) {
+            for (int k = 0; k < STAGES; ++k) {
+                barrier_init(barrier(0, k), 1);
+                barrier_init(barrier(1, k), THREADS / 32);
+                load_matrix(k);
+            }
+        }
+        __syncthreads();
+    }
+
+    INLINE size_t row(int block, int i) const { return block + warp * 16 + 2 * i + lane / 16; }
+    INLINE bool inside(int block, int i) const { return row(block, i) < p.n; }
+    INLINE void load_inputs(int block, int column) {
+        const int c = column + lane % 16 * 4;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const bool here = inside(block, i);
+            const size_t r = here ? row(block, i) : 0;
+            x[i] = load_once(p.x + r * p.x_i + c, here);
+            W[i] = load_once(p.W_A + r * p.W_A_i + c, here);
+        }
+    }
+
+    // Of 32 pairs, a step multiplies the first or second 4 of every 8: M has them in this order too.
+    INLINE void multiply(int k) {
+        const u64 b = matrix(shared + k % STAGES * STAGE);
+        wait(barrier(0, k), k / STAGES);
+        mma_begin();
+#pragma unroll
+        for (int i = 0; i < K / 16; ++i) {
+            const u32(&q)[2][4] = pairs[i / 2];
+            const int e = i % 2 * 2;
+            gradient_mma(total, q[0][e], q[1][e], q[0][e + 1], q[1][e + 1],
+                         b + (i / 4 * TILE + i % 4 * 32) / 16, i > 0);
+        }
+        mma_commit();
+        mma_wait(total);
+        if (lane == 0) arrive(barrier(1, k));
+        if (threadIdx.x == 0 && k) {
+            wait(barrier(1, k - 1), (k - 1) / STAGES);
+            load_matrix(k - 1 + STAGES);
+        }
+    }
+
+    // Where 4 products of a row of this warp are: all lanes that write or read at once have other banks.
+    INLINE u32 place(int row, int four) const {
+        return shared + PRODUCTS + (warp * 16 + row) * COLUMNS * 4 + (four ^ row % 2 * 4 ^ row / 2 % 4) * 16;
+    }
+    INLINE void store(int block, int column) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float u = unit[i % 2], *r = total + i / 2 * 8 + i % 2 * 2;
+            store_16(place(lane / 4 + i % 2 * 8, i / 2 * 4 + lane % 4),
+                     make_float4(u * r[0], u * r[1], u * r[4], u * r[5]));
+        }
+        __syncwarp();
+        const int c = column + lane % 16 * 4;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float4 r = loaded(place(2 * i + lane / 16, lane % 16)), v = x[i], w = W[i];
+            const float s = a[i];
+            if (inside(block, i)) {
+                __stcs((float4*)(p.grad_W_A + row(block, i) * p.grad_W_A_i + c),
+                       make_float4(s * v.x, s * v.y, s * v.z, s * v.w));
+                __stcs((float4*)(p.grad_x + row(block, i) * p.grad_x_i + c),
+                       make_float4(r.x + s * w.x, r.y + s * w.y, r.z + s * w.z, r.w + s * w.w));
+            }
+        }
+        __syncwarp();
+    }
+
+    // What is still on its way has to arrive before the memory is somebody else's.
+    INLINE void finish(int k) {
+        if (threadIdx.x == 0)
+            for (int i = k; i < k - 1 + STAGES; ++i) wait(barrier(0, i), i / STAGES);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    input_gradient(const unsigned short* waiting, const unsigned short* phi, const unsigned short* M,
+                   const float* top, const float* x, const float* W_A, const float* grad_a, float* grad_x,
+                   float* grad_W_A, int n, int d, int waiting_i, int phi_i, int top_t, int x_i, int W_A_i,
+                   int grad_x_i, int grad_W_A_i) {
+    extern __shared__ __align__(1024) char memory[];
+    const Arguments p{waiting, phi, M,         top,   x,     W_A, grad_a, grad_x,   grad_W_A,
+                      n,       d,   waiting_i, phi_i, top_t, x_i, W_A_i,  grad_x_i, grad_W_A_i};
+    Group group(p, memory);
+    group.prepare();
+    int k = 0;
+    for (int block = blockIdx.x * GROUPS * ROWS; block < n; block += gridDim.x * GROUPS * ROWS) {
+        group.load_pairs(block);
+        for (int column = 0; column < d; column += COLUMNS, ++k) {
+            group.load_inputs(block, column);
+            group.multiply(k);
+            group.store(block, column);
+        }
+    }
+    group.finish(k);
+}

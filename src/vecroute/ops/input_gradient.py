@@ -1,0 +1,96 @@
+"""The gradients of x_inp and of W_A of one long sample, in one CUDA kernel (Hopper).
+
+As the kernel of ``fused_halves``, but a block has whole rows: pairs come from memory once, and M from the
+cache once for all of them.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from vecroute.ops import hopper
+from vecroute.ops.problem import Problem
+
+GROUPS, ROWS, COLUMNS = 2, 64, 64  # a block has so many groups of 128 threads, each with so many rows
+STAGES = 3  # of M
+LEAST_ROWS = 20_000  # below, a GPU is not busy
+
+
+@cache
+def has_kernel(waiting: int, n_out: int, device: torch.device) -> bool:
+    """Whether the kernel can be compiled for a device, for pairs of so many iterations that wait."""
+    if n_out % 4 or not hopper.has_shared_bytes(shared_bytes(waiting, n_out), device):
+        return False
+    try:
+        return bool(kernel(waiting, n_out, device))
+    except hopper.CANNOT_COMPILE:
+        return False
+
+
+def can_multiply(p: Problem, n_waiting: int) -> bool:
+    """Whether ``input_gradient`` can be called where ``fused_halves`` can, with pairs [i, n_waiting]."""
+    _, i, d = p.x_inp.shape
+    whole = i >= LEAST_ROWS and d % COLUMNS == 0
+    return whole and has_kernel(n_waiting // (2 * p.n_out), p.n_out, p.x_inp.device)
+
+
+def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
+    """As ``fused_halves.input_gradient``, with M from ``arranged``."""
+    (n, d), n_out = x.shape, phi.shape[1]
+    launch = kernel(len(top) - 1, n_out, x.device)
+    tensors = waiting, phi, M, top, x, W_A, grad_a, grad_x, grad_W_A
+    strides = [t.stride(0) for t in (waiting, phi, top, x, W_A, grad_x, grad_W_A)]
+    properties: Any = torch.cuda.get_device_properties(x.device)
+    blocks = min(properties.multi_processor_count, -(-n // (GROUPS * ROWS)))
+    with torch.cuda.device(x.device):
+        launch(
+            grid=(blocks, 1, 1),
+            block=(128 * GROUPS, 1, 1),
+            args=[*tensors, n, d, *strides],
+            shared_mem=shared_bytes(len(top) - 1, n_out),
+        )
+
+
+@cache
+def kernel(waiting: int, n_out: int, device: torch.device) -> Any:
+    """The compiled kernel."""
+    text, shared = source(waiting, n_out), shared_bytes(waiting, n_out)
+    return hopper.compiled(text, "input_gradient", shared, device)
+
+
+def source(waiting: int, n_out: int) -> str:
+    """The kernel for sizes that it has as constants."""
+    constants = f"constexpr int WAITING = {waiting}, N_OUT = {n_out};\n"
+    return hopper.source(
+        "input_gradient.cu", constants, hopper.multiplication("gradient_mma", COLUMNS // 8, in_registers=True)
+    )
+
+
+def shared_bytes(waiting: int, n_out: int) -> int:
+    """The size of shared memory, as ``input_gradient.cu`` divides it."""
+    return STAGES * stage_bytes(waiting, n_out) + GROUPS * ROWS * COLUMNS * 4 + 2 * STAGES * 8
+
+
+def stage_bytes(waiting: int, n_out: int) -> int:
+    """What ``COLUMNS`` columns of M have."""
+    return -(-(2 * waiting + 1) * n_out // 64) * COLUMNS * 128
+
+
+def arranged(M: Tensor) -> Tensor:
+    """M [d, k] as the kernel reads it: [d / 64, k / 64, 64, 64], k filled up with zeros.
+
+    Of 32 pairs a thread has 8, of which it multiplies 4 at a time, two of them in each half of 16. Of 16
+    columns it has 4 next to each other. And 8 numbers are at a place that depends on the column, so that the
+    tensor cores find those of 8 columns in different banks of shared memory.
+    """
+    d, k = M.shape
+    M = nnf.pad(M, (0, -k % 64))  # [d, k]
+    M = M.view(d // 16, 4, 2, 2, -1, 4, 2, 2, 2)  # [d, k], d as (., 4, 2, 2), k as (., 4, 2, 2, 2)
+    M = M.permute(0, 2, 1, 3, 4, 6, 7, 5, 8)
+    M = M.reshape(d // 64, 64, -1, 8, 8)  # [d / 64, 64, k / 64, 8, 8]
+    column, chunk = torch.arange(64, device=M.device)[:, None], torch.arange(8, device=M.device)
+    M = M.movedim(2, 1)  # [d / 64, k / 64, 64, 8, 8]
+    return M[:, :, column, chunk ^ column % 8].contiguous()

@@ -1,0 +1,130 @@
+"""The kernel that makes the gradients of x_inp and W_A by rows: on Hopper GPUs alone."""
+
+import re
+
+import pytest
+import torch
+from constants import named_constants
+from samples import with_noise
+from tolerance import assert_layer_as_good
+
+import vecroute as vr
+from vecroute.ops import Tuning, input_gradient
+
+GPU = pytest.mark.gpu
+SIZES = [  # n_inp, d_inp, n_out, n_iters
+    (1000, 1024, 100, 2),
+    (193, 512, 64, 2),  # one row more than a block has
+    (40, 128, 20, 3),
+    (777, 1024, 52, 3),
+    (129, 512, 128, 2),
+]
+
+
+@pytest.fixture
+def calls(monkeypatch, tf32):
+    """On a GPU, in tf32, the kernel for layers however short: an entry for each call."""
+    if not torch.cuda.is_available():
+        pytest.fail("needs a GPU")
+    calls, multiply = [], input_gradient.input_gradient
+    monkeypatch.setattr(input_gradient, "LEAST_ROWS", 1)
+    monkeypatch.setattr(input_gradient, "input_gradient", lambda *a: (calls.append(1), multiply(*a))[1])
+    with torch.device("cuda"):
+        yield calls
+
+
+def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
+    sizes = {"n_inp": n_inp, "n_out": n_out, "d_inp": d_inp, "d_out": 64, "n_iters": n_iters}
+    return with_noise(vr.VectorRouting(**sizes, implementation="fused"))
+
+
+@pytest.mark.parametrize("k", [300, 320, 60])
+def test_a_matrix_is_arranged_as_threads_multiply(k):
+    """Each number of it where the kernel looks: by loops over what a thread has."""
+    M = torch.randn(128, k)
+    stages = input_gradient.arranged(M)  # [2, k / 64, 64, 8, 8]
+    for column in range(128):
+        n = column % 64
+        place = n // 16 * 16 + n % 4 // 2 * 8 + n % 16 // 4 * 2 + n % 2  # in the order of the tensor cores
+        found = stages[column // 64, :, place, torch.arange(8) ^ place % 8].flatten()  # [k]
+        for block in range(0, k - 31, 32):
+            thread, step, half = torch.meshgrid(
+                torch.arange(4), torch.arange(2), torch.arange(2), indexing="ij"
+            )
+            at = block + 16 * step + 8 * half + 2 * thread  # [4, 2, 2], where two next to each other are
+            two = torch.stack((found[at], found[at + 1]), -1)  # [4, 2, 2, 2]
+            assert torch.equal(two.flatten(), M[column, block : block + 32])
+    assert stages.flatten().ne(0).sum() == M.numel()
+
+
+@pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
+def test_shared_memory_is_as_large_as_the_kernel_divides(waiting, n_out):
+    constants = named_constants("input_gradient.cu", {"WAITING": waiting, "N_OUT": n_out})
+    assert input_gradient.shared_bytes(waiting, n_out) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
+    assert input_gradient.stage_bytes(waiting, n_out) == constants["STAGE"]
+    assert (
+        input_gradient.arranged(torch.zeros(64, (2 * waiting + 1) * n_out)).numel() * 2 == constants["STAGE"]
+    )
+    for name in ("GROUPS", "ROWS", "COLUMNS", "STAGES"):
+        assert constants[name] == getattr(input_gradient, name)
+
+
+def test_source_has_the_sizes():
+    source = input_gradient.source(1, 100)
+    assert "constexpr int WAITING = 1, N_OUT = 100;" in source
+    assert re.search(r"m64n64k16.f32.f16.f16 {.*%31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;", source)
+
+
+@GPU
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("rows", [0, 64])
+def test_gradients_are_as_good_as_tf32(sizes, rows, calls, nan_filled_memory):
+    layer = make(*sizes)
+    layer.tuning = Tuning(rows=rows)
+    assert_layer_as_good(layer, torch.randn(*sizes[:2]))
+    assert len(calls) == (1 if not rows else -(-sizes[0] // rows))
+
+
+@GPU
+def test_rows_have_units_of_their_own(calls):
+    """Rows whose gradients differ more than float16 can say."""
+    layer = make(400, 256, 40, 2)
+    with torch.no_grad():
+        layer.beta_use *= 10.0 ** torch.linspace(-6, 6, 400)[:, None]
+        layer.beta_ign *= 10.0 ** torch.linspace(6, -6, 400)[:, None]
+    assert_layer_as_good(layer, torch.randn(400, 256))
+    assert calls
+
+
+@GPU
+def test_the_same_again_and_rows_apart(calls):
+    layer, x_inp = make(5000, 1024, 100, 2), torch.randn(5000, 1100)[:, :1024].requires_grad_()
+    grads = []
+    for _ in range(2):
+        layer.zero_grad()
+        layer(x_inp).square().sum().backward()
+        grads.append((x_inp.grad, layer.W_A.grad))
+        x_inp.grad = None
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert torch.equal(grads[0][1], grads[1][1])
+    assert len(calls) == 2
+
+
+@GPU
+@pytest.mark.parametrize(("d_inp", "n_out"), [(160, 20), (256, 22)])
+def test_other_sizes_go_another_way(d_inp, n_out, calls):
+    assert_layer_as_good(make(90, d_inp, n_out, 2), torch.randn(90, d_inp))
+    assert not calls
+
+
+@GPU
+def test_without_a_compiler_it_goes_another_way(calls, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no toolkit")
+
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", fail)
+    input_gradient.kernel.cache_clear()
+    input_gradient.has_kernel.cache_clear()
+    assert_layer_as_good(make(90, 256, 20, 2), torch.randn(90, 256))
+    assert not calls
+    input_gradient.has_kernel.cache_clear()
