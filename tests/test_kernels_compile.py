@@ -16,15 +16,16 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vecroute.ops import fused_activations, fused_halves, fused_pairs, fused_product, fused_steps
+from vecroute.ops import fused_activations, fused_halves, fused_pairs, fused_product, fused_rows, fused_steps
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
 POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
+POINTERS += " beta_use beta_ign sums"
 POINTERS = POINTERS.split()
 
 
 def is_pointer(name):
-    return name in POINTERS or name.startswith("grad_") and not name.endswith(("_b", "_i", "_x_d"))
+    return name in POINTERS or name.startswith("grad_") and not name.endswith(("_b", "_i", "_x_d", "_start"))
 
 
 def kind(name, constants, descriptors):
@@ -49,12 +50,16 @@ variable = {"FIRST": True, "FIXED": False, "FLAT": True, "MASKED": False, "TRANS
 fixed["C_OF_ALL"], variable["C_OF_ALL"] = True, False
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=False, **fixed)
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=True, **variable)
-whole = {"KEPT": True, "RESULTS_OF_ALL": True, "GRADS_OF_ALL": True, "PRIOR": 0.01}
+whole = {"RESULTS_OF_ALL": True, "GRADS_OF_ALL": True, "PRIOR": 0.01}
 one_tile = fixed | whole | {"TILES": 1}
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=False, HALVED=True, **one_tile)
-variable |= whole | {"KEPT": False}
-compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable)
+compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable, **whole)
 compile(fused_pairs.sum_samples_kernel, 4, BLOCK_B=32, BLOCK_N=32, T=tl.float32)
+pairs = dict.fromkeys(("pairs", "dot", "phi"), "*bf16")
+for first in (True, False):
+    rows = {"FIRST": first, "STAGES": 2, "BLOCK_J": 1024, "VEC": 4}
+    compile(fused_rows.rows_kernel, 4, pairs, **rows)
+    compile(fused_rows.rows_backward_kernel, 4, pairs, ADD=first, **rows)
 compile(fused_activations.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 sizes = {"BLOCK_I": 4, "BLOCK_D": 128, "T": tl.float32}
 compile(fused_activations.activations_backward_kernel, 4, GRAD_X=True, **sizes)
@@ -77,7 +82,7 @@ def test_every_kernel_compiles():
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 13
+    assert len(done.stdout.split()) == 17
 
 
 def log_of_compilation(source: str) -> str:

@@ -6,9 +6,9 @@ from samples import with_noise
 from tolerance import rms, twin, upstream
 
 import vecroute as vr
-from vecroute.ops import Tuning, fused, fused_steps, passes
+from vecroute.ops import Tuning, fused, fused_rows, fused_steps, passes
 from vecroute.ops import problem as problems
-from vecroute.ops.chunks import as_operand
+from vecroute.ops.chunks import Chunk, Room, as_operand
 from vecroute.ops.library import operator_arguments, problem
 
 CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
@@ -47,8 +47,10 @@ def dtypes(monkeypatch):
 
         return Seen()
 
-    for name in ("coefficients_kernel", "coefficients_backward_kernel"):
-        monkeypatch.setattr(fused, name, seen(getattr(fused, name)))
+    for name in ("coefficients", "coefficients_backward"):
+        monkeypatch.setattr(fused, f"{name}_kernel", seen(getattr(fused, f"{name}_kernel")))
+    for name in ("rows_kernel", "rows_backward_kernel"):
+        monkeypatch.setattr(fused_rows, name, seen(getattr(fused_rows, name)))
     return dtypes
 
 
@@ -71,13 +73,13 @@ def under_autocast(layer: vr.VectorRouting, x_inp: torch.Tensor, **options) -> d
 
 
 def assert_within_autocast(layer: vr.VectorRouting, x_inp: torch.Tensor, **options) -> None:
-    """Errors are those of the reference under autocast, or less; the interpreter cuts digits off instead."""
+    """Errors are at most twice those of the reference under autocast; the interpreter cuts digits off."""
     got = under_autocast(layer, x_inp, **options)
     reference = under_autocast(twin(layer, torch.float32), x_inp, **options)
     truth = under_autocast(twin(layer, torch.float64), x_inp.double(), **options)
     for name, exact in truth.items():  # of one iteration scores have no gradient
         error, of_reference = (rms(value.double() - exact) for value in (got[name], reference[name]))
-        allowed = (1 if x_inp.is_cuda else 3) * of_reference + 1e-5 * rms(exact)
+        allowed = (2 if x_inp.is_cuda else 3) * of_reference + 1e-5 * rms(exact)
         if exact.numel() > 1:
             assert error <= allowed, f"{name}: {error:.3e}, the reference has {of_reference:.3e}"
 
@@ -88,42 +90,67 @@ def test_errors_are_those_of_autocast(case, nan_filled_memory):
     assert_within_autocast(make(n_inp, *rest), torch.randn(*batch, n_inp, 32))
 
 
-def test_with_masks(nan_filled_memory):
-    mask = torch.rand(2, 30) > 0.3  # [b, i]
-    assert_within_autocast(make(30, 20, 2), torch.randn(2, 30, 32), input_mask=mask)
-
-
 def test_what_is_rounded(dtypes):
-    """Pairs, unless they wait where float32 is or phi is asked for; parameters and gradients are not."""
+    """Pairs, unless phi is asked for; parameters and gradients are not."""
     layer, x_inp = make(20, 16, 2), torch.randn(20, 32, requires_grad=True)
     with torch.autocast(x_inp.device.type, torch.bfloat16):
         layer(x_inp).sum().backward()
         phi = layer.route(x_inp).phi
-    forward, backward = dtypes["coefficients_kernel"], dtypes["coefficients_backward_kernel"]
-    assert [seen["phi"] for seen in forward] == [torch.bfloat16] * 3 + [torch.float32]
-    assert [forward[1]["dot"], forward[3]["dot"]] == [torch.bfloat16, torch.float32]
+    rows, backward = dtypes["rows_kernel"], dtypes["rows_backward_kernel"]
+    assert len(rows) == 3
+    for seen in rows:
+        assert {name for name, dtype in seen.items() if dtype == torch.bfloat16} == {"phi", "dot"}
+    for seen in backward:
+        assert {name for name, dtype in seen.items() if dtype == torch.bfloat16} == {"pairs", "dot"}
+    (last,) = dtypes["coefficients_kernel"]
+    assert torch.bfloat16 not in last.values()
     assert phi.dtype == torch.float32
     assert not torch.equal(phi, phi.bfloat16().float())
-    pairs = {"pairs", "dot", "results", "grad_dot"}
-    for seen in backward:
-        assert {name for name, dtype in seen.items() if dtype == torch.bfloat16} - {"grad_a"} == pairs
-    dtypes.clear()
-    layer = make(20, 16, 2, d_inp=48)
-    with torch.autocast(x_inp.device.type, torch.bfloat16):
-        layer(torch.randn(20, 48, requires_grad=True)).sum().backward()
-    for seen in dtypes["coefficients_backward_kernel"]:
-        assert torch.bfloat16 not in seen.values()
 
 
-@pytest.mark.parametrize("which", ["fewer outputs", "any length", "float32"])
-def test_other_pairs_are_not_rounded(which, dtypes):
-    layer = make(None if which == "any length" else 20, 7 if which == "fewer outputs" else 16, 2)
-    x_inp = torch.randn(20, 32, requires_grad=True)
+def test_sums_of_phi_are_of_what_it_was_before(dtypes):
+    """Not rounded: then they have the digits of float32 where products have those of bfloat16."""
+    p = make_problem(make(40, 24, 2), torch.randn(40, 32))
+    like, room, f = Chunk(slice(0, 1), slice(0, 1), slice(0, 40)), Room(), torch.rand(1, 40)
+    dot = torch.randn(1, 40, 24).bfloat16()
+    phi, to_sum, fill = fused.coefficients(p, like, None, dot, None, f, torch.bfloat16, room)
+    fill(like)
+    exact, _, fill = fused.coefficients(p, like, None, dot, None, f, torch.float32, Room())
+    fill(like)
+    assert to_sum.shape[-1] < 40
+    torch.testing.assert_close(to_sum.sum(-1), exact.sum(1), rtol=1e-5, atol=1e-5)
+    assert phi.dtype == torch.bfloat16
+    torch.testing.assert_close(phi.float(), exact, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("shift", [20, -200])
+@pytest.mark.parametrize("n_iters", [2, 3])
+def test_extreme_scores(shift, n_iters):
+    """f(z) is 1 or 0 in float32 there, 1 - f(z) and R are not."""
+    layer = make(13, 20, n_iters)
+    with torch.no_grad():
+        layer.B_S += shift
+    assert_within_autocast(layer, torch.randn(2, 13, 32))
+
+
+@pytest.mark.parametrize(
+    "which", ["fewer outputs", "more outputs", "any length", "float32", "masked", "waiting"]
+)
+def test_other_pairs_are_not_rounded(which, dtypes, monkeypatch):
+    """Those that wait until the end of a backward are in float32 from its beginning."""
+    monkeypatch.setattr(problems, "MOST_OUTPUTS", 15 if which == "more outputs" else 16)
+    d = 48 if which == "waiting" else 32
+    layer = make(None if which == "any length" else 20, 7 if which == "fewer outputs" else 16, 2, d_inp=d)
+    x_inp = torch.randn(20, d, requires_grad=True)
+    mask = torch.rand(20) > 0.3 if which == "masked" else None
     with torch.autocast(x_inp.device.type, torch.bfloat16, enabled=which != "float32"):
-        x_out = layer(x_inp)
+        x_out = layer(x_inp, mask)
     x_out.sum().backward()
-    for seen in dtypes["coefficients_kernel"] + dtypes["coefficients_backward_kernel"]:
-        assert seen.get("phi", seen.get("pairs")) == torch.float32
+    assert "rows_backward_kernel" not in dtypes
+    assert ("rows_kernel" in dtypes) == (which == "waiting")
+    others = dtypes.get("coefficients_kernel", []) + dtypes["coefficients_backward_kernel"]
+    pairs = [seen[name] for seen in others for name in ("dot", "phi", "pairs") if name in seen]
+    assert set(pairs) == {torch.float32}
 
 
 @pytest.mark.parametrize("missing", [0, 1], ids=["fits", "does not fit"])

@@ -14,7 +14,7 @@ from vecroute.ops.products import accumulate, add
 
 
 def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dtype, room: Room):
-    """phi of chunks like the given one, [b, i, j], and what fills it, a function of a chunk.
+    """phi of chunks like the given one and what fills it.
 
     Args:
         c: [b, i, 2 j] c_sum and c_ign, or [b, i, j] their combination under the flat prior; None if fixed.
@@ -24,6 +24,9 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
         f: [b, i] activations of all rows, to fill if there is an a.
         dtype: of phi.
         room: where to put what lives in a chunk.
+
+    Returns:
+        phi [b, i, j], numbers [b, j, k] whose sums over k are those of phi over i, and a function of a chunk.
     """
     phi = room.take("R", f, *like.shape, p.n_out, dtype=dtype)  # [b, i, j]
 
@@ -43,7 +46,7 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
         if use is not None:
             phi.mul_(use)
 
-    return phi, fill
+    return phi, phi.mT, fill
 
 
 def coefficients_backward(

@@ -84,11 +84,14 @@ class Columns:
         return with_shared(None if self.own is None else self.own[samples], shared)
 
     def kept_whole(self, like: Chunk, dtype: torch.dtype) -> Any:
-        """Kept dot products, [b, i, j], where kernels can use them as they are: of the chunk's rows alone."""
-        if self.kept is None or self.first or self.p.variable or self.p.implementation != "fused":
+        """Kept dot products, [b, i, j], where ``fused_rows`` uses them as they are: of no other rows.
+
+        Args: dtype of the pairs of a pass.
+        """
+        if self.kept is None or self.first or dtype == self.p.dtype:
             return None
         kept = self.kept[like.batch]  # [b, i, j]
-        return None if has_all_rows(kept, like) or kept.dtype != dtype else kept
+        return None if has_all_rows(kept, like) else kept
 
     def products(self, pairs: Tensor, M, like: Chunk, room: Room):
         """What chunks like the given one have of c, and what fills pairs [b, i, q] with x M^T and the bias.

@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops import fused_halves, input_gradient
+from vecroute.ops import fused_halves, fused_rows, input_gradient
 from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
 from vecroute.ops.fused_activations import activations_backward_kernel, activations_kernel
 from vecroute.ops.fused_pairs import (
     coefficients_backward_kernel,
     coefficients_kernel,
+    in_units,
     sum_samples_kernel,
 )
 from vecroute.ops.fused_product import rows_times
@@ -36,13 +37,6 @@ def blocks_of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[st
         "BLOCK_I": max(1, size // block_j), "BLOCK_J": block_j, "TILES": -(-n_out // block_j),
         "num_warps": max(num_warps, min(8, block_j // 128)),
     }  # fmt: skip
-
-
-def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
-    """n_out and row strides in units of 4 elements where they allow it: then 16 bytes are loaded at once."""
-    sizes = {"n_out": n_out, **strides}
-    vec = 1 if any(size % 4 for size in sizes.values()) else 4
-    return {"VEC": vec, **{name: size // vec for name, size in sizes.items()}}
 
 
 def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: dict[str, int]) -> dict:
@@ -75,18 +69,18 @@ def transposes(p: Problem, like: Chunk) -> bool:
     return like.shape[1] % 4 == 0 and p.n_out <= 256
 
 
-def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, dtype: torch.dtype, room: Room) -> Tensor:
-    """Room for [b, i, j] numbers on the device of another tensor."""
+def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, room: Room) -> Tensor:
+    """Room for [b, i, j] numbers of the dtype of another tensor."""
     (b, i), j = chunk.shape, p.n_out
-    if transposes(p, chunk):
-        return room.take(name, like, b, j, i, dtype=dtype).mT
-    return room.take(name, like, b, i, j, dtype=dtype)
+    return room.take(name, like, b, j, i).mT if transposes(p, chunk) else room.take(name, like, b, i, j)
 
 
 def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dtype, room: Room):
     """As ``chunked.coefficients``."""
+    if dtype != p.dtype:
+        return fused_rows.coefficients(p, like, dot, f, dtype, room)
     b, i = like.shape
-    phi = to_be_summed(p, "phi", like, f, dtype, room)  # [b, i, j]
+    phi = to_be_summed(p, "phi", like, f, room)  # [b, i, j]
     linear = a if dot is None else dot  # [b, i, 1 to 8 or j]
     strides = {"dot_i": 0 if linear is None else linear.stride(1)}
     blocks = blocks_of_pairs(p.n_out)
@@ -94,7 +88,7 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
         coefficients_kernel[-(-i // blocks["BLOCK_I"]), b], dot=f if linear is None else linear, B_A=p.w.B_A,
         phi=phi, ACTIVATE=a is not None, **pair_arguments(p, like, c, f, dot is None, strides), **blocks,
     )  # fmt: skip
-    return phi, lambda chunk: launch(start=chunk.rows.start)
+    return phi, phi.mT, lambda chunk: launch(start=chunk.rows.start)
 
 
 def coefficients_backward(
@@ -114,32 +108,19 @@ def coefficients_backward(
         of_pairs = list(parts)  # [b, i, j] each
     if c is None:
         fresh = fresh and like.samples.start == 0
+    stored = fresh or (c is None and b > 1)
     to_sum = results[..., n_out:]  # [b, i, q - j]
-    if c is None and not first:
-        dtype = p.dtype if into.halved else results.dtype
-        to_sum = to_be_summed(p, "grad_dot", like, f, dtype, room)  # [b, i, j]
-    strides = {"grad_c_b": of_pairs[0].stride(0), "grad_c_i": of_pairs[0].stride(1)}
-    strides |= {"results_b": results.stride(0), "results_i": results.stride(1), "pairs_i": pairs.stride(1)}
-    dot = columns.kept_whole(like, pairs.dtype)  # [b, i, j]
-    strides["dot_i"] = 0 if dot is None else dot.stride(1)
-    blocks = blocks_of_pairs(n_out, 2048 if first else 1024, num_warps=8)
-    tops = into.top[len(into.columns) :] if into.halved else f  # [2 or more, i]
-    launch = partial(
-        coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b],
-        pairs=pairs, dot=pairs if dot is None else dot, KEPT=dot is not None, results=results, grad_s=grad_s,
-        grad_f=grad_f, grad_a=results[..., columns.a :],
-        grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
-        fresh=int(fresh or (c is None and b > 1)), ADDS_UP=columns.adds_up,
-        PRIOR=p.prior if columns.adds_up and columns.flat else 0.0,  # compiled for each that is needed
-        grad_s_b=grad_s.stride(0), grad_dot=to_sum,
-        n_a=results.shape[-1] - columns.a, weights=into.weights if into.halved else f, tops=tops,
-        tops_t=tops.stride(0), HALVED=into.halved, RESULTS_OF_ALL=has_all_rows(results, like),
-        GRADS_OF_ALL=has_all_rows(of_pairs[0], like), **blocks,
-        **pair_arguments(p, like, c, f, first, strides),
-    )  # fmt: skip
+    if pairs.dtype != p.dtype:
+        launch = fused_rows.backward(p, like, pairs, columns, f, grad_s, grad_f, of_pairs, stored)
+    else:
+        if c is None and not first:
+            to_sum = to_be_summed(p, "grad_dot", like, f if into.halved else results, room)  # [b, i, j]
+        launch = backward(
+            p, like, c, pairs, results, to_sum, of_pairs, columns, f, grad_s, grad_f, stored, into
+        )
 
     def fill(chunk: Chunk) -> None:
-        launch(start=chunk.rows.start)
+        launch(chunk)
         if c is None and b > 1:
             sums = [grads[name][chunk.rows] for name in names]  # [i, j] each
             n, block = i * n_out, {"BLOCK_B": 32, "BLOCK_N": 32, "T": triton_dtype(p)}
@@ -148,6 +129,30 @@ def coefficients_backward(
             )
 
     return to_sum, fill
+
+
+def backward(
+    p: Problem, like: Chunk, c, pairs, results, to_sum, of_pairs, columns, f, grad_s, grad_f, stored, into
+):
+    """What turns pairs into results, and stores or adds to gradients of_pairs [b, i, j]; of a chunk."""
+    (b, i), first = like.shape, columns.first
+    strides = {"grad_c_b": of_pairs[0].stride(0), "grad_c_i": of_pairs[0].stride(1)}
+    strides |= {"results_b": results.stride(0), "results_i": results.stride(1), "pairs_i": pairs.stride(1)}
+    blocks = blocks_of_pairs(p.n_out, 2048 if first else 1024, num_warps=8)
+    tops = into.top[len(into.columns) :] if into.halved else f  # [2 or more, i]
+    launch = partial(
+        coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b],
+        pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
+        grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
+        fresh=int(stored), ADDS_UP=columns.adds_up,
+        PRIOR=p.prior if columns.adds_up and columns.flat else 0.0,  # compiled for each that is needed
+        grad_s_b=grad_s.stride(0), grad_dot=to_sum,
+        n_a=results.shape[-1] - columns.a, weights=into.weights if into.halved else f, tops=tops,
+        tops_t=tops.stride(0), HALVED=into.halved, RESULTS_OF_ALL=has_all_rows(results, like),
+        GRADS_OF_ALL=has_all_rows(of_pairs[0], like), **blocks,
+        **pair_arguments(p, like, c, f, first, strides),
+    )  # fmt: skip
+    return lambda chunk: launch(start=chunk.rows.start)
 
 
 def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:

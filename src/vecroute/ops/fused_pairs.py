@@ -9,6 +9,13 @@ import triton
 import triton.language as tl
 
 
+def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
+    """n_out and row strides in units of 4 elements where they allow it: then 16 bytes are loaded at once."""
+    sizes = {"n_out": n_out, **strides}
+    vec = 1 if any(size % 4 for size in sizes.values()) else 4
+    return {"VEC": vec, **{name: size // vec for name, size in sizes.items()}}
+
+
 @triton.jit
 def log_f(z):
     """log of the logistic function, finite for every finite z."""
@@ -187,9 +194,8 @@ def sum_samples_kernel(
 
 @triton.jit(do_not_specialize=["start"])
 def coefficients_backward_kernel(
-    pairs,  # [b, i, 2 j] grad_phi and dot; where FIRST or KEPT grad_phi alone
-    dot,  # [b, i, j] where KEPT
-    results,  # [b, i, 2 j] phi and the gradient of dot, where FIRST [b, i, j]; may be pairs itself
+    pairs,  # [b, i, 2 j] grad_phi and dot; where FIRST [b, i, j]
+    results,  # the same for phi and the gradient of dot; may be pairs itself
     c_sum, c_ign, W_S, B_S, use, f,  # as above
     sqrt_n_inp,  # [b]
     grad_s,  # [b, j]
@@ -204,11 +210,10 @@ def coefficients_backward_kernel(
     tops,  # [2, i] the greatest of a row before, and now: by that they are divided
     fresh,  # whether these gradients are stored instead of added to
     start, n_inp, n_out,  # as above; grad_f and tops have all rows too
-    pairs_i, dot_i, results_b, results_i, c_b, c_i, use_b, use_i, use_j, f_b, grad_s_b, grad_c_b,
+    pairs_i, results_b, results_i, c_b, c_i, use_b, use_i, use_j, f_b, grad_s_b, grad_c_b,
     grad_c_i, n_a, tops_t,
     PRIOR: tl.constexpr,  # an argument would be rounded to float32
     ADDS_UP: tl.constexpr,  # whether a flat c has the gradients of c_sum and c_ign
-    KEPT: tl.constexpr,
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
@@ -236,12 +241,10 @@ def coefficients_backward_kernel(
     o_pairs = (b * n_inp + o_i) * pairs_i * VEC
     o_c = o_S if FIXED else (b * c_b + (o_row if C_OF_ALL else o_i) * c_i) * VEC
     o_grad_c = (b * grad_c_b + (o_row if GRADS_OF_ALL else o_i) * grad_c_i) * VEC
-    o_dot = (b * n_inp + o_i) * dot_i * VEC if KEPT else o_pairs + n_out
-    dot = dot if KEPT else pairs
-    o_results = (b * results_b + (o_row if RESULTS_OF_ALL else o_i) * results_i) * VEC
+    o_dot, o_results = o_pairs + n_out, (b * results_b + (o_row if RESULTS_OF_ALL else o_i) * results_i) * VEC
     b_f = tl.load(f + b * f_b + o_row, mask=m_i, other=0.0).to(T)
     if not FLAT:
-        top, scale = normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED,
+        top, scale = normaliser(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED,
                                 MASKED, BLOCK_I, BLOCK_J, T)  # fmt: skip
     # Once over j for what needs a sum over j: grad_f, and sum_j R grad_R for the softmax.
     sum_f = tl.zeros([BLOCK_I, 1], T)
@@ -264,7 +267,7 @@ def coefficients_backward_kernel(
                 tl.store(grad_sum + o_grad_c + o_j, grad_phi * b_f, mask=m)
         else:
             S, _, _, m_used = scores(
-                dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
+                pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
             R = tl.exp(S - top) * scale
@@ -276,7 +279,7 @@ def coefficients_backward_kernel(
         for tile in range(TILES):
             o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
             m = m_i & (o_j < n_out)
-            S, b_dot, z, m_used = scores(dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED,
+            S, b_dot, z, m_used = scores(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED,
                                       T)  # fmt: skip
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
             R = tl.exp(S - top) * scale

@@ -113,8 +113,8 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
         a = pairs[..., columns.a :] if first and p.variable else None  # [b, i, 1 to 8]
-        phi, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, dtype, room)  # [b, i, j]
-        phi_T, add_sum = phi.mT, summer(s[like.samples], like.shape[1], dtype)  # [b, j, i]
+        phi, to_sum, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, dtype, room)  # and [b, j, k]
+        phi_T, add_sum = phi.mT, summer(s[like.samples], to_sum.shape[-1])  # [b, j, i]
         for chunk in same:
             x = inputs(p, chunk)  # [b, i, d]
             if first and not p.variable:
@@ -124,7 +124,7 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
             fill_phi(chunk)
             fresh = writes(p) and chunk.rows.start == 0
             accumulate_over_inputs(p, y_b, phi_T, x, fresh)
-            add_sum(phi_T, fresh)
+            add_sum(to_sum, fresh)
             if phi_out is not None:
                 phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
@@ -274,7 +274,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
             p, like, c, pairs, results, grad_c, columns, f, grad_s[samples], grad_f_all, grads, fresh, into,
             room,
         )  # fmt: skip
-        total_M, add_sum = grad_M if first else grad_M[samples], summer(sums[samples], like.shape[1], p.dtype)
+        total_M, add_sum = grad_M if first else grad_M[samples], summer(sums[samples], like.shape[1])
         for chunk in same:
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
             rounded = as_operand(p, x)  # [b, i, d]

@@ -12,8 +12,9 @@ from torch import Tensor
 from vecroute.ops.common import Weights, compute_dtype
 from vecroute.ops.group import add_up
 
-# From how many outputs on bfloat16 pays for rounding float32 operands, found by trial on one H200.
-MANY_OUTPUTS = 1024
+# From how many outputs on bfloat16 pays for rounding float32 operands, found by trial on one H200; and up to
+# how many ``fused_rows`` has a whole row in registers.
+MANY_OUTPUTS, MOST_OUTPUTS = 1024, 4096
 
 
 class Tuning(NamedTuple):
@@ -79,7 +80,7 @@ class Problem:
 
         With many outputs of a fixed length they are most of what is read and written. Autocast rounds too.
         """
-        many = not self.variable and self.n_out >= MANY_OUTPUTS
+        many = not self.variable and self.use is None and MANY_OUTPUTS <= self.n_out <= MOST_OUTPUTS
         rounds = many and self.implementation == "fused" and self.operand_dtype == torch.bfloat16
         return self.operand_dtype if rounds else self.dtype
 

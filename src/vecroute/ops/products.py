@@ -105,26 +105,13 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
 
 
-def summer(out: Tensor, n_rows: int, dtype: torch.dtype) -> Callable[[Tensor, bool], object]:
-    """What adds to out [b, k] the sum over i of values [b, k, i], in place, or stores it if fresh.
-
-    Args: how many i there are, and the dtype of the values.
-    """
-    if out.is_cuda and len(out) == 1 and dtype != out.dtype:
-        ones = out.new_ones(1, n_rows, dtype=dtype)  # [1, i]
-        return lambda values, fresh: add_product(out, ones, values[0].mT, fresh)
+def summer(out: Tensor, n_rows: int) -> Callable[[Tensor, bool], object]:
+    """What adds to out [b, k] the sum over i of values [b, k, i], in place, or stores it if fresh."""
     if out.is_cuda and len(out) == 1 and n_rows >= 2**13:
         # A product with ones is twice as fast as a sum of so many rows.
         total, ones = out[0], out.new_ones(n_rows)  # [k], [i]
         return lambda values, fresh: torch.addmv(total, values[0], ones, beta=0 if fresh else 1, out=total)
-
-    def add_sum(values: Tensor, fresh: bool) -> None:
-        if fresh:
-            torch.sum(values, -1, dtype=out.dtype, out=out)
-        else:
-            out.add_(values.sum(-1, dtype=out.dtype))
-
-    return add_sum
+    return lambda values, fresh: torch.sum(values, -1, out=out) if fresh else out.add_(values.sum(-1))
 
 
 def over_batch(t: Tensor) -> Tensor:

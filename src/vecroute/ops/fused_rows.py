@@ -1,0 +1,225 @@
+"""Triton kernels over pairs for many outputs of a fixed length, in the words of ``fused_pairs``.
+
+A program has whole rows, one after another, so that nothing is loaded twice. Pairs are bfloat16: dot
+products, phi and their gradients. Parameters and their gradients are not, nor is anything in between.
+"""
+
+from functools import cache, partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vecroute.ops.chunks import Chunk, Room, has_all_rows
+from vecroute.ops.columns import Columns
+from vecroute.ops.fused_pairs import in_units
+from vecroute.ops.problem import Problem
+
+
+@triton.jit
+def scores(dot, W_S, B_S, o_dot, o_S, o_j, m):
+    """z = W_S dot + B_S of a row, dot and W_S."""
+    b_dot = tl.load(dot + o_dot + o_j, mask=m, other=0.0).to(tl.float32)
+    b_W = tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(tl.float32)
+    return b_dot * b_W + tl.load(B_S + o_S + o_j, mask=m, other=0.0).to(tl.float32), b_dot, b_W
+
+
+@triton.jit
+def logistic(z, m):
+    """f(z), 0 outside, and 1 - f(z), of which no digits are lost where f(z) is almost 1."""
+    small = tl.exp(-tl.abs(z))
+    large = 1.0 / (1.0 + small)
+    small *= large
+    return tl.where(m, tl.where(z < 0.0, small, large), 0.0), tl.where(z < 0.0, large, small)
+
+
+@triton.jit
+def of_small(dot, W_S, B_S, o_dot, o_S, o_j, m):
+    """What f(z) is proportional to where all of a row are almost 0: exp(z), over the greatest of them."""
+    z, _, _ = scores(dot, W_S, B_S, o_dot, o_S, o_j, m)
+    z = tl.where(m, z, -float("inf"))
+    return tl.exp(z - tl.max(z, 0))
+
+
+@triton.jit(do_not_specialize=["start", "n_rows"])
+def rows_kernel(
+    dot,  # [b, i, j], where FIRST not read
+    beta_use, beta_ign, W_S, B_S,  # [i, j] each
+    f,  # [b, i]
+    phi,  # [b, i, j] the result
+    sums,  # [b, k, j] its sums over the rows of each program
+    start,  # the first row of the chunk in what has all of them: f and the parameters
+    n_rows,  # of a program
+    n_inp, n_out, dot_i, f_b,  # n_out and dot_i in units of VEC
+    FIRST: tl.constexpr,
+    STAGES: tl.constexpr,  # where more than 1, a row is loaded while the one before is computed
+    BLOCK_J: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """phi = f ((beta_use + beta_ign) R - beta_ign)."""
+    n_out = n_out * VEC
+    part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_j = tl.arange(0, BLOCK_J)
+    m = o_j < n_out
+    total = tl.zeros([BLOCK_J], tl.float32)
+    for i in tl.range(part * n_rows, tl.minimum((part + 1) * n_rows, n_inp), num_stages=STAGES):
+        o_row = (start + i).to(tl.int64)
+        o_S, o_pair = o_row * n_out, b * n_inp + i
+        b_ign = tl.load(beta_ign + o_S + o_j, mask=m, other=0.0).to(tl.float32)
+        b_sum = tl.load(beta_use + o_S + o_j, mask=m, other=0.0).to(tl.float32) + b_ign
+        if FIRST:
+            R = 1.0 / n_out
+        else:
+            o_dot = o_pair * dot_i * VEC
+            z, _, _ = scores(dot, W_S, B_S, o_dot, o_S, o_j, m)
+            R, _ = logistic(z, m)
+            of_row = tl.sum(R, 0)
+            if of_row < 1e-30:
+                R = of_small(dot, W_S, B_S, o_dot, o_S, o_j, m)
+                of_row = tl.sum(R, 0)
+            R *= 1.0 / of_row
+        b_phi = (b_sum * R - b_ign) * tl.load(f + b * f_b + o_row)
+        tl.store(phi + o_pair * n_out + o_j, b_phi.to(phi.dtype.element_ty), mask=m)
+        total += b_phi
+    tl.store(sums + (b * tl.num_programs(0) + part) * n_out + o_j, total, mask=m)
+
+
+@triton.jit
+def add_to(pointer, value, m, ADD: tl.constexpr):
+    """Store, or add to what is stored."""
+    if ADD:
+        value += tl.load(pointer, mask=m, other=0.0)
+    tl.store(pointer, value, mask=m)
+
+
+@triton.jit(do_not_specialize=["start", "grad_start", "n_rows"])
+def rows_backward_kernel(
+    pairs,  # [b, i, ...] grad_phi, which becomes phi; where not FIRST the gradient of dot goes after it
+    dot,  # [b, i, ...] from column dot_0 on; where FIRST not read
+    beta_use, beta_ign, W_S, B_S, f,  # as above
+    sqrt_n_inp,  # [b]
+    grad_s,  # [b, j]
+    grad_f,  # [b, i], added to; where FIRST turned into the gradient of W_A x_inp
+    grad_use, grad_ign, grad_W_S, grad_B_S,  # [b, i, j] each, of b one or of the chunk alone
+    start, grad_start,  # the first row of the chunk in what has all of them, and in these gradients
+    n_rows,  # of a program
+    n_inp, n_out, pairs_i, dot_0, dot_i, f_b, grad_s_b,  # all but n_inp and *_b in units of VEC
+    FIRST: tl.constexpr,
+    ADD: tl.constexpr,  # whether these gradients are added to
+    STAGES: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ``rows_kernel``."""
+    n_out = n_out * VEC
+    part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_j = tl.arange(0, BLOCK_J)
+    m = o_j < n_out
+    b_s = tl.load(grad_s + b * grad_s_b + o_j, mask=m, other=0.0)
+    for i in tl.range(part * n_rows, tl.minimum((part + 1) * n_rows, n_inp), num_stages=STAGES):
+        o_row, o_pair = (start + i).to(tl.int64), b * n_inp + i
+        o_S, o_grad = o_row * n_out, (o_pair + grad_start) * n_out
+        p_pairs = pairs + o_pair * pairs_i * VEC + o_j
+        b_f = tl.load(f + b * f_b + o_row)
+        b_ign = tl.load(beta_ign + o_S + o_j, mask=m, other=0.0).to(tl.float32)
+        b_sum = tl.load(beta_use + o_S + o_j, mask=m, other=0.0).to(tl.float32) + b_ign
+        grad_phi = tl.load(p_pairs, mask=m, other=0.0).to(tl.float32)
+        grad_phi += b_s
+        ignored = tl.sum(b_ign * grad_phi, 0)
+        if FIRST:
+            R = 1.0 / n_out
+            used = tl.sum(b_sum * grad_phi, 0) * R
+        else:
+            o_dot = (o_pair * dot_i + dot_0) * VEC
+            z, b_dot, b_W = scores(dot, W_S, B_S, o_dot, o_S, o_j, m)
+            R, rest = logistic(z, m)
+            of_row = tl.sum(R, 0)
+            used = tl.sum(R * (b_sum * grad_phi), 0)
+            if of_row < 1e-30:
+                R = of_small(dot, W_S, B_S, o_dot, o_S, o_j, m)
+                of_row = tl.sum(R, 0)
+                used = tl.sum(R * (b_sum * grad_phi), 0)
+            R *= 1.0 / of_row
+            used *= 1.0 / of_row
+            grad_z = R * (b_sum * grad_phi - used) * rest * b_f
+            add_to(grad_W_S + o_grad + o_j, grad_z * b_dot, m, ADD)
+            add_to(grad_B_S + o_grad + o_j, grad_z, m, ADD)
+            tl.store(p_pairs + n_out, (grad_z * b_W).to(pairs.dtype.element_ty), mask=m)
+        b_phi = (b_sum * R - b_ign) * b_f
+        tl.store(p_pairs, b_phi.to(pairs.dtype.element_ty), mask=m)
+        grad_phi *= b_f
+        add_to(grad_use + o_grad + o_j, R * grad_phi, m, ADD)
+        add_to(grad_ign + o_grad + o_j, (R - 1.0) * grad_phi, m, ADD)
+        p_f = grad_f + b * f_b + o_row
+        total = tl.load(p_f) + used - ignored
+        if FIRST:
+            total *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
+        tl.store(p_f, total)
+
+
+@cache
+def n_processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def blocks_of_rows(n_out: int, *, first: bool, backward: bool, add: bool = False) -> dict[str, int]:
+    """How the kernels are compiled, and how many programs of them a multiprocessor has at once.
+
+    Each thread has eight outputs or so, and as many registers as leave room for those programs. What is
+    loaded ahead is in shared memory, which all that a middle iteration loads would not fit.
+    """
+    block_j = triton.next_power_of_2(n_out)
+    num_warps = max(4, min(16, block_j // 256))
+    maxnreg = 128 if backward and not first else 64
+    return {
+        "BLOCK_J": block_j, "STAGES": 1 if add and not first else 2, "num_warps": num_warps,
+        "maxnreg": maxnreg, "programs": 65536 // (maxnreg * 32 * num_warps),
+    }  # fmt: skip
+
+
+def cut(like: Chunk, device: torch.device, programs: int) -> tuple[int, int]:
+    """How many programs a sample has, and how many rows each of them."""
+    b, i = like.shape
+    n_rows = triton.cdiv(i * b, n_processors(device) * programs)
+    return triton.cdiv(i, n_rows), n_rows
+
+
+def coefficients(p: Problem, like: Chunk, dot, f: Tensor, dtype: torch.dtype, room: Room):
+    """As ``chunked.coefficients``."""
+    (b, i), first = like.shape, dot is None
+    blocks = blocks_of_rows(p.n_out, first=first, backward=False)
+    n_programs, n_rows = cut(like, f.device, blocks.pop("programs"))
+    phi = room.take("phi", f, b, i, p.n_out, dtype=dtype)  # [b, i, j]
+    sums = room.take("sums", f, b, n_programs, p.n_out)  # [b, k, j]
+    dot = phi if dot is None else dot  # [b, i, j]
+    launch = partial(
+        rows_kernel[n_programs, b], dot=dot, beta_use=p.w.beta_use, beta_ign=p.w.beta_ign, W_S=p.w.W_S,
+        B_S=p.w.B_S, f=f, phi=phi, sums=sums, n_rows=n_rows, n_inp=i, f_b=f.stride(0), FIRST=first, **blocks,
+        **in_units({"dot_i": dot.stride(1)}, p.n_out),
+    )  # fmt: skip
+    return phi, sums.mT, lambda chunk: launch(start=chunk.rows.start)
+
+
+def backward(p: Problem, like: Chunk, pairs, columns: Columns, f, grad_s, grad_f, grads, stored: bool):
+    """As ``fused.backward``, in place; grads are those of beta_use, beta_ign, and W_S and B_S, [b, i, j]."""
+    (b, i), first = like.shape, columns.first
+    blocks = blocks_of_rows(p.n_out, first=first, backward=True, add=not stored)
+    n_programs, n_rows = cut(like, f.device, blocks.pop("programs"))
+    kept, all_rows = columns.kept_whole(like, pairs.dtype), has_all_rows(grads[0], like)
+    strides = {"pairs_i": pairs.stride(1), "dot_0": p.n_out, "dot_i": pairs.stride(1)}
+    if kept is not None:
+        strides |= {"dot_0": 0, "dot_i": kept.stride(1)}
+    launch = partial(
+        rows_backward_kernel[n_programs, b], pairs=pairs, dot=pairs if kept is None else kept,
+        beta_use=p.w.beta_use, beta_ign=p.w.beta_ign, W_S=p.w.W_S, B_S=p.w.B_S, f=f,
+        sqrt_n_inp=p.sqrt_n_inp[like.samples], grad_s=grad_s, grad_f=grad_f, grad_use=grads[0],
+        grad_ign=grads[1], grad_W_S=grads[-2], grad_B_S=grads[-1], n_rows=n_rows, n_inp=i, f_b=f.stride(0),
+        grad_s_b=grad_s.stride(0), FIRST=first, ADD=not stored, **blocks, **in_units(strides, p.n_out),
+    )  # fmt: skip
+
+    def fill(chunk: Chunk) -> None:
+        launch(start=chunk.rows.start, grad_start=chunk.rows.start if all_rows else 0)
+
+    return fill
