@@ -8,7 +8,7 @@ from importlib.metadata import files
 
 import pytest
 
-from vecroute.ops import clusters, input_gradient
+from vecroute.ops import clusters, input_gradient, rounded_product
 
 SCRIPT = """
 import triton
@@ -55,11 +55,11 @@ one_tile = fixed | whole | {"TILES": 1}
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=False, HALVED=True, **one_tile)
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable, **whole)
 compile(fused_pairs.sum_samples_kernel, 4, BLOCK_B=32, BLOCK_N=32, T=tl.float32)
-pairs = dict.fromkeys(("pairs", "dot", "phi"), "*bf16")
+pairs = dict.fromkeys(("pairs", "dot", "phi", "waiting"), "*bf16")
 for first in (True, False):
     rows = {"FIRST": first, "STAGES": 2, "BLOCK_J": 1024, "VEC": 4}
     compile(fused_rows.rows_kernel, 4, pairs, **rows)
-    compile(fused_rows.rows_backward_kernel, 4, pairs, ADD=first, **rows)
+    compile(fused_rows.rows_backward_kernel, 4, pairs, ADD=first, WAITS=True, **rows)
 compile(fused_activations.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 sizes = {"BLOCK_I": 4, "BLOCK_D": 128, "T": tl.float32}
 compile(fused_activations.activations_backward_kernel, 4, GRAD_X=True, **sizes)
@@ -114,4 +114,10 @@ def test_the_kernel_of_clusters_compiles(c, n_out, first):
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 128), (1, 4)])
 def test_the_kernel_of_the_input_gradient_compiles(waiting, n_out):
     log = log_of_compilation(input_gradient.source(waiting, n_out))
+    assert "0 bytes spill stores, 0 bytes spill loads" in log, log
+
+
+@pytest.mark.parametrize(("n_out", "parts"), [(100, 1), (100, 2), (128, 2), (4, 1)])
+def test_the_kernel_of_rounded_products_compiles(n_out, parts):
+    log = log_of_compilation(rounded_product.source(n_out, parts))
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log

@@ -17,6 +17,7 @@ CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((), 40, 24, 2, 13),
     ((3,), 21, 600, 2, 0),  # outputs in more than one block
     ((2,), 100, 24, 1, 40),
+    ((2,), 30, 24, 3, 16),  # samples one after another
     ((), 40, 10, 2, 0),  # pairs wait in the rows of a gradient
     ((2,), 40, 10, 2, 0),
 ]
@@ -101,7 +102,11 @@ def test_what_is_rounded(dtypes):
     for seen in rows:
         assert {name for name, dtype in seen.items() if dtype == torch.bfloat16} == {"phi", "dot"}
     for seen in backward:
-        assert {name for name, dtype in seen.items() if dtype == torch.bfloat16} == {"pairs", "dot"}
+        assert {name for name, dtype in seen.items() if dtype == torch.bfloat16} == {
+            "pairs",
+            "dot",
+            "waiting",
+        }
     (last,) = dtypes["coefficients_kernel"]
     assert torch.bfloat16 not in last.values()
     assert phi.dtype == torch.float32

@@ -42,7 +42,8 @@ def of_small(dot, W_S, B_S, o_dot, o_S, o_j, m):
     return tl.exp(z - tl.max(z, 0))
 
 
-@triton.jit(do_not_specialize=["start", "n_rows"])
+# Strides are not looked at, so that all pairs of a row are spread over the threads alike: by VEC.
+@triton.jit(do_not_specialize=["start", "n_rows", "n_inp", "n_out", "dot_i"])
 def rows_kernel(
     dot,  # [b, i, j], where FIRST not read
     beta_use, beta_ign, W_S, B_S,  # [i, j] each
@@ -93,7 +94,8 @@ def add_to(pointer, value, m, ADD: tl.constexpr):
     tl.store(pointer, value, mask=m)
 
 
-@triton.jit(do_not_specialize=["start", "grad_start", "n_rows"])
+@triton.jit(do_not_specialize=["start", "grad_start", "n_rows", "n_inp", "n_out", "pairs_i", "dot_0", "dot_i",
+                               "waiting_i"])  # fmt: skip
 def rows_backward_kernel(
     pairs,  # [b, i, ...] grad_phi, which becomes phi; where not FIRST the gradient of dot goes after it
     dot,  # [b, i, ...] from column dot_0 on; where FIRST not read
@@ -102,11 +104,13 @@ def rows_backward_kernel(
     grad_s,  # [b, j]
     grad_f,  # [b, i], added to; where FIRST turned into the gradient of W_A x_inp
     grad_use, grad_ign, grad_W_S, grad_B_S,  # [b, i, j] each, of b one or of the chunk alone
+    waiting,  # [i, 2 j] where WAITS: grad_use as bfloat16
     start, grad_start,  # the first row of the chunk in what has all of them, and in these gradients
     n_rows,  # of a program
-    n_inp, n_out, pairs_i, dot_0, dot_i, f_b, grad_s_b,  # all but n_inp and *_b in units of VEC
+    n_inp, n_out, pairs_i, dot_0, dot_i, waiting_i, f_b, grad_s_b,  # all but n_inp and *_b in units of VEC
     FIRST: tl.constexpr,
     ADD: tl.constexpr,  # whether these gradients are added to
+    WAITS: tl.constexpr,  # whether, until FIRST, gradients of c_sum and minus those of c_ign wait instead
     STAGES: tl.constexpr,
     BLOCK_J: tl.constexpr,
     VEC: tl.constexpr,
@@ -126,6 +130,10 @@ def rows_backward_kernel(
         b_sum = tl.load(beta_use + o_S + o_j, mask=m, other=0.0).to(tl.float32) + b_ign
         grad_phi = tl.load(p_pairs, mask=m, other=0.0).to(tl.float32)
         grad_phi += b_s
+        p_waiting = waiting + (o_pair + grad_start) * waiting_i * VEC + o_j
+        if ADD and WAITS:  # all of a row is loaded before the sums below, and written after them
+            used_before = tl.load(p_waiting, mask=m, other=0.0).to(tl.float32)
+            ignored_before = tl.load(p_waiting + n_out, mask=m, other=0.0).to(tl.float32)
         ignored = tl.sum(b_ign * grad_phi, 0)
         if FIRST:
             R = 1.0 / n_out
@@ -149,8 +157,16 @@ def rows_backward_kernel(
         b_phi = (b_sum * R - b_ign) * b_f
         tl.store(p_pairs, b_phi.to(pairs.dtype.element_ty), mask=m)
         grad_phi *= b_f
-        add_to(grad_use + o_grad + o_j, R * grad_phi, m, ADD)
-        add_to(grad_ign + o_grad + o_j, (R - 1.0) * grad_phi, m, ADD)
+        grad_sum = R * grad_phi
+        if ADD and WAITS:
+            grad_sum += used_before
+            grad_phi += ignored_before
+        if WAITS and not FIRST:
+            tl.store(p_waiting, grad_sum.to(waiting.dtype.element_ty), mask=m)
+            tl.store(p_waiting + n_out, grad_phi.to(waiting.dtype.element_ty), mask=m)
+        else:
+            add_to(grad_use + o_grad + o_j, grad_sum, m, ADD and not WAITS)
+            add_to(grad_ign + o_grad + o_j, grad_sum - grad_phi, m, ADD and not WAITS)
         p_f = grad_f + b * f_b + o_row
         total = tl.load(p_f) + used - ignored
         if FIRST:
@@ -203,20 +219,29 @@ def coefficients(p: Problem, like: Chunk, dot, f: Tensor, dtype: torch.dtype, ro
 
 
 def backward(p: Problem, like: Chunk, pairs, columns: Columns, f, grad_s, grad_f, grads, stored: bool):
-    """As ``fused.backward``, in place; grads are those of beta_use, beta_ign, and W_S and B_S, [b, i, j]."""
+    """As ``fused.backward``, in place; grads are those of beta_use, beta_ign, and W_S and B_S, [b, i, j].
+
+    If there is one sample those of the betas wait for the first iteration in the rows of that of beta_use.
+    """
     (b, i), first = like.shape, columns.first
     blocks = blocks_of_rows(p.n_out, first=first, backward=True, add=not stored)
     n_programs, n_rows = cut(like, f.device, blocks.pop("programs"))
     kept, all_rows = columns.kept_whole(like, pairs.dtype), has_all_rows(grads[0], like)
-    strides = {"pairs_i": pairs.stride(1), "dot_0": p.n_out, "dot_i": pairs.stride(1)}
+    strides = {
+        "pairs_i": pairs.stride(1),
+        "dot_0": p.n_out,
+        "dot_i": pairs.stride(1),
+        "waiting_i": 2 * p.n_out,
+    }
     if kept is not None:
         strides |= {"dot_0": 0, "dot_i": kept.stride(1)}
     launch = partial(
         rows_backward_kernel[n_programs, b], pairs=pairs, dot=pairs if kept is None else kept,
         beta_use=p.w.beta_use, beta_ign=p.w.beta_ign, W_S=p.w.W_S, B_S=p.w.B_S, f=f,
         sqrt_n_inp=p.sqrt_n_inp[like.samples], grad_s=grad_s, grad_f=grad_f, grad_use=grads[0],
-        grad_ign=grads[1], grad_W_S=grads[-2], grad_B_S=grads[-1], n_rows=n_rows, n_inp=i, f_b=f.stride(0),
-        grad_s_b=grad_s.stride(0), FIRST=first, ADD=not stored, **blocks, **in_units(strides, p.n_out),
+        grad_ign=grads[1], grad_W_S=grads[-2], grad_B_S=grads[-1], waiting=grads[0].view(torch.bfloat16),
+        n_rows=n_rows, n_inp=i, f_b=f.stride(0), grad_s_b=grad_s.stride(0), FIRST=first, ADD=not stored,
+        WAITS=len(p.x_inp) == 1, **blocks, **in_units(strides, p.n_out),
     )  # fmt: skip
 
     def fill(chunk: Chunk) -> None:
