@@ -7,7 +7,7 @@ from samples import with_noise
 from tolerance import twin, upstream
 
 import vecroute as vr
-from vecroute.ops import Tuning, fused_steps
+from vecroute.ops import Tuning, fused_norm, fused_steps
 from vecroute.ops.library import operator_arguments, problem
 from vecroute.ops.problem import Grads, Problem
 
@@ -102,6 +102,18 @@ def test_parts_of_samples():
     assert fused_steps.parts_of(32, 14) == (1, 32)
     assert fused_steps.parts_of(10_000, 2**18) == (1, 10_000)
     assert fused_steps.parts_of(10**7, 1) == (1024, 9766)
+
+
+@pytest.mark.parametrize("size", [(1, 5, 9), (2, 7, 300), (1, 3, 2500), (3, 1, 2)], ids=str)
+def test_vectors_are_normalised_and_rounded_at_once(size, nan_filled_memory):
+    """The interpreter cuts digits off instead of rounding."""
+    x = torch.randn(size) * 3 + 1
+    exact, mean, rstd = torch.native_layer_norm(x, size[-1:], None, None, 1e-5)
+    v, *of_rows = fused_norm.normalized(x, torch.bfloat16)
+    assert v.dtype == torch.bfloat16
+    torch.testing.assert_close(v.float(), exact, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(of_rows, [mean, rstd], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fused_norm.normalized(x, torch.float32)[0], exact, rtol=0, atol=0)
 
 
 def test_rounded_operands(monkeypatch, nan_filled_memory):

@@ -12,6 +12,7 @@ from torch import Tensor
 from vecroute.ops.chunked_steps import scaled as scaled
 from vecroute.ops.common import normalize
 from vecroute.ops.fused import triton_dtype
+from vecroute.ops.fused_norm import normalized
 from vecroute.ops.fused_pairs import add_to
 from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import add_product
@@ -180,7 +181,9 @@ def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tens
 def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``chunked_steps.predicted``."""
     g = x_out.new_empty(*x_out.shape[:2], p.w.W_G1.shape[1]) if out is None else out  # [b, j, d]
-    v = normalize(x_out).to(step_dtype(p))  # [b, j, h]
+    dtype = step_dtype(p)
+    rounds = dtype != x_out.dtype and x_out.shape[-1] > 1
+    v = normalized(x_out, dtype)[0] if rounds else normalize(x_out).to(dtype)  # [b, j, h]
     add_product(g.flatten(0, 1), v.flatten(0, 1), p.in_dtype("W_G1", p.w.W_G1, v.dtype), fresh=True)
     return g
 
@@ -236,7 +239,7 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
     add_parts(grads, "B_G2", grad_B)
     v, rows = x_out, grad_g.view(-1, d)  # [b, j, h], [b j, d]
     if size[0] > 1:
-        v, mean, rstd = torch.native_layer_norm(x_out, size, None, None, 1e-5)  # [b, j, h], [b, j, 1] twice
+        v, mean, rstd = normalized(x_out, rows.dtype)  # [b, j, h], [b, j, 1] twice
     add_gradient(p, grads, "W_G1", v.flatten(0, 1).to(rows.dtype).mT, rows)
     grad_v = torch.empty_like(x_out)  # [b, j, h]
     add_product(grad_v.view(-1, size[0]), rows, p.in_dtype("W_G1", p.w.W_G1, rows.dtype).mT, fresh=True)
