@@ -128,7 +128,7 @@ def test_sums_of_phi_are_of_what_it_was_before(dtypes):
     torch.testing.assert_close(phi.float(), exact, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("shift", [20, -200])
+@pytest.mark.parametrize("shift", [35, -200])
 @pytest.mark.parametrize("n_iters", [2, 3])
 def test_extreme_scores(shift, n_iters):
     """f(z) is 1 or 0 in float32 there, 1 - f(z) and R are not."""
