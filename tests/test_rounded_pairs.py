@@ -13,7 +13,7 @@ from vecroute.ops.library import operator_arguments, problem
 
 CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((), 40, 24, 2, 0),
-    ((), 37, 19, 3, 0),  # of odd sizes
+    ((), 37, 20, 3, 0),  # of a size that is no power of two
     ((), 40, 24, 2, 13),
     ((3,), 21, 600, 2, 0),  # outputs in more than one block
     ((2,), 100, 24, 1, 40),
@@ -139,13 +139,15 @@ def test_extreme_scores(shift, n_iters):
 
 
 @pytest.mark.parametrize(
-    "which", ["fewer outputs", "more outputs", "any length", "float32", "masked", "waiting"]
+    "which",
+    ["fewer outputs", "more outputs", "not aligned", "any length", "float32", "masked", "waiting"],
 )
 def test_other_pairs_are_not_rounded(which, dtypes, monkeypatch):
     """Those that wait until the end of a backward are in float32 from its beginning."""
     monkeypatch.setattr(problems, "MOST_OUTPUTS", 15 if which == "more outputs" else 16)
     d = 48 if which == "waiting" else 32
-    layer = make(None if which == "any length" else 20, 7 if which == "fewer outputs" else 16, 2, d_inp=d)
+    n_out = {"fewer outputs": 4, "not aligned": 14}.get(which, 16)
+    layer = make(None if which == "any length" else 20, n_out, 2, d_inp=d)
     x_inp = torch.randn(20, d, requires_grad=True)
     mask = torch.rand(20) > 0.3 if which == "masked" else None
     with torch.autocast(x_inp.device.type, torch.bfloat16, enabled=which != "float32"):

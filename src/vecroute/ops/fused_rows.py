@@ -180,18 +180,17 @@ def n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def blocks_of_rows(n_out: int, *, first: bool, backward: bool, add: bool = False) -> dict[str, int]:
+def blocks_of_rows(n_out: int, *, first: bool, backward: bool) -> dict[str, int]:
     """How the kernels are compiled, and how many programs of them a multiprocessor has at once.
 
-    Each thread has eight outputs or so, and as many registers as leave room for those programs. What is
-    loaded ahead is in shared memory, which all that a middle iteration loads would not fit.
+    Each thread has eight outputs or so, and as many registers as leave room for those programs.
     """
     block_j = triton.next_power_of_2(n_out)
     num_warps = max(4, min(16, block_j // 256))
     maxnreg = 128 if backward and not first else 64
     return {
-        "BLOCK_J": block_j, "STAGES": 1 if add and not first else 2, "num_warps": num_warps,
-        "maxnreg": maxnreg, "programs": 65536 // (maxnreg * 32 * num_warps),
+        "BLOCK_J": block_j, "STAGES": 2, "num_warps": num_warps, "maxnreg": maxnreg,
+        "programs": 65536 // (maxnreg * 32 * num_warps),
     }  # fmt: skip
 
 
@@ -224,7 +223,7 @@ def backward(p: Problem, like: Chunk, pairs, columns: Columns, f, grad_s, grad_f
     If there is one sample those of the betas wait for the first iteration in the rows of that of beta_use.
     """
     (b, i), first = like.shape, columns.first
-    blocks = blocks_of_rows(p.n_out, first=first, backward=True, add=not stored)
+    blocks = blocks_of_rows(p.n_out, first=first, backward=True)
     n_programs, n_rows = cut(like, f.device, blocks.pop("programs"))
     kept, all_rows = columns.kept_whole(like, pairs.dtype), has_all_rows(grads[0], like)
     strides = {
