@@ -10,6 +10,6 @@ def named_constants(name: str, given: dict[str, int]) -> dict[str, int]:
     text = files("vecroute.ops").joinpath(name).read_text()
     for declared in re.findall(r"^constexpr int ([^;]+);", text, re.MULTILINE):
         for constant, formula in re.findall(r"(\w+) =\s+([^,]+)", declared):
-            formula = re.sub(r"^FIRST \? (.+) : (.+)$", r"(\1) if FIRST else (\2)", formula)
+            formula = re.sub(r"^(.+) \? (.+) : (.+)$", r"(\2) if \1 else (\3)", formula)
             values[constant] = eval(formula.replace("/", "//"), {}, values)
     return values

@@ -42,6 +42,7 @@ INLINE void barrier_init(u32 barrier, int arrivals = 1) {
 INLINE void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
+INLINE void group_sync(int name) { asm volatile("bar.sync %0, 128;" :: "r"(name) : "memory"); }  // 128 threads
 INLINE void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -56,6 +57,41 @@ INLINE void fetch(u32 to, const void* from, int bytes, u32 barrier) {
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// ---- A matrix that goes by in parts, n of them again and again, for all warps of a block. ----
+template <int STAGES, int BYTES, int WARPS> struct Parts {
+    const u32 shared, barriers;  // [STAGES] parts; [2][STAGES]: it is there, it has been used
+    const char* from;
+    const int n;
+
+    INLINE u32 part(int k) const { return shared + k % STAGES * BYTES; }
+    INLINE u32 barrier(int used, int k) const { return barriers + (used * STAGES + k % STAGES) * 8; }
+    INLINE void load(int k) const {
+        expect(barrier(0, k), BYTES);
+        fetch(part(k), from + (size_t)(k % n) * BYTES, BYTES, barrier(0, k));
+    }
+    INLINE void start() const {
+        if (threadIdx.x == 0)
+            for (int k = 0; k < STAGES; ++k) {
+                barrier_init(barrier(0, k));
+                barrier_init(barrier(1, k), WARPS);
+                load(k);
+            }
+        __syncthreads();
+    }
+    INLINE void wait_for(int k) const { wait(barrier(0, k), k / STAGES); }
+    INLINE void used(int k) const {  // the part before is free when the slowest warp is done with it
+        if (threadIdx.x % 32 == 0) arrive(barrier(1, k));
+        if (threadIdx.x == 0 && k) {
+            wait(barrier(1, k - 1), (k - 1) / STAGES);
+            load(k - 1 + STAGES);
+        }
+    }
+    INLINE void finish(int k) const {  // what is on its way arrives before the memory is somebody else's
+        if (threadIdx.x == 0)
+            for (int i = k; i < k - 1 + STAGES; ++i) wait(barrier(0, i), i / STAGES);
+    }
+};
+
 // ---- Loads, each thread its own; zeros where there is nothing. ----
 INLINE void load_16(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
@@ -64,14 +100,6 @@ INLINE void load_16(u32 to, const void* from, int bytes) {
 INLINE void load_4(u32 to, const float* from, bool inside) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                  :: "r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
-}
-INLINE float4 loaded(u32 at) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
-    return v;
-}
-INLINE void store_16(u32 at, float4 v) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 INLINE void loads_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int STAGES> INLINE void loads_wait() {  // for the oldest
@@ -95,12 +123,6 @@ INLINE uint4 load_8(const unsigned short* from, bool inside) {  // 8 of 16 bits,
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
     return v;
 }
-INLINE float4 load_once(const unsigned short* from, bool inside) {  // bfloat16
-    uint2 v = make_uint2(0, 0);
-    if (inside) asm volatile("ld.global.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
-    return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u), __uint_as_float(v.y << 16),
-                       __uint_as_float(v.y & 0xffff0000u));
-}
 
 // ---- Numbers ----
 // The unit of a row, from the greatest of its numbers: a power of two, so that all are below 2^15.
@@ -111,6 +133,11 @@ INLINE float per(float unit) { return __uint_as_float((254u << 23) - __float_as_
 INLINE u32 halves(float low, float high) {
     u32 r;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+INLINE u32 bfloats(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
 INLINE u32 times(u32 a, u32 b) {
@@ -134,6 +161,16 @@ INLINE float warp_sum(float v) {
 #pragma unroll
     for (int o = 16; o; o /= 2) v += __shfl_xor_sync(~0u, v, o);
     return v;
+}
+// Some at a time, which takes no longer than one: the greatest of each in tops, the sum of each in sums.
+template <int T, int S> INLINE void warp_reduce(float (&tops)[T], float (&sums)[S]) {
+#pragma unroll
+    for (int o = 16; o; o /= 2) {
+#pragma unroll
+        for (int i = 0; i < T; ++i) tops[i] = fmaxf(tops[i], __shfl_xor_sync(~0u, tops[i], o));
+#pragma unroll
+        for (int i = 0; i < S; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], o);
+    }
 }
 
 // ---- Tensor cores ----

@@ -1,10 +1,12 @@
 """CUDA C++ for GPUs of compute capability 9.0 (Hopper), compiled by PyTorch when it is first called."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.resources import files
 from typing import Any
 
 import torch
+from torch import Tensor
 
 CANNOT_COMPILE = (OSError, RuntimeError, AttributeError)  # no toolkit, or a PyTorch that does not
 
@@ -18,13 +20,27 @@ def has_shared_bytes(n: int, device: torch.device) -> bool:
     return (properties.major, properties.minor) == (9, 0) and n <= properties.shared_memory_per_block_optin
 
 
+def cached(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``functools.cache`` for tensors; but a CUDA graph, while it is captured, owns all that is made."""
+    kept = cache(function)
+
+    @wraps(function)
+    def call(*args: Any) -> Tensor:
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return function(*args) if captured else kept(*args)
+
+    return call
+
+
 def source(name: str, *definitions: str) -> str:
     """``hopper.cu``, some definitions, and a kernel that uses both."""
     here = files("vecroute.ops")
     return "\n".join((here.joinpath("hopper.cu").read_text(), *definitions, here.joinpath(name).read_text()))
 
 
-def multiplication(name: str, tiles: int, transposed: int = 0, in_registers: bool = False) -> str:
+def multiplication(
+    name: str, tiles: int, transposed: int = 0, in_registers: bool = False, dtype: str = "f16"
+) -> str:
     """A function that adds a @ b, [64, 16] @ [16, 8 tiles], to r, or writes it there if not ``add``.
 
     b is in shared memory, and a too unless ``in_registers``; both transposed, or none.
@@ -40,7 +56,7 @@ def multiplication(name: str, tiles: int, transposed: int = 0, in_registers: boo
     return (
         f"INLINE void {name}(float (&r)[{n}], {arguments}, u64 b, int add = 1) {{\n"
         f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + n_a + 1}, 0;\\n'
-        f"wgmma.mma_async.sync.aligned.m64n{8 * tiles}k16.f32.f16.f16 "
+        f"wgmma.mma_async.sync.aligned.m64n{8 * tiles}k16.f32.{dtype}.{dtype} "
         f'{{{registers}}}, {a}, %{n + n_a}, p, {signs};\\n}}"\n'
         f'        : {outputs} : {inputs}, "l"(b), "r"(add));\n}}\n'
     )

@@ -30,7 +30,8 @@ struct Arguments {
 
 struct Group {
     const Arguments& p;
-    const u32 shared;
+    char* const shared;
+    const Parts<STAGES, STAGE, THREADS / 32> M;
     const int lane, warp;     // a warp has 16 rows of a block
     u32 pairs[K / 32][2][4];  // of rows lane / 4 and that + 8, 8 numbers out of 32
     float unit[2], total[32];  // of the same rows 16 columns each
@@ -38,7 +39,8 @@ struct Group {
     float4 x[8], W[8];        // of the same rows
 
     INLINE Group(const Arguments& p, char* memory)
-        : p(p), shared(address(memory)), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
+        : p(p), shared(memory), M{address(memory), address(memory + BARRIERS), (const char*)p.M, p.d / COLUMNS},
+          lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
     // All of a row in the unit of the last.
     INLINE void load_pairs(int block) {
@@ -65,23 +67,6 @@ struct Group {
         for (int i = 0; i < 8; ++i) a[i] = inside(block, i) ? p.grad_a[row(block, i)] : 0.f;
     }
 
-    INLINE u32 barrier(int used, int k) const { return shared + BARRIERS + (used * STAGES + k % STAGES) * 8; }
-    // Columns k of M, counted on over the blocks of rows, are on their way.
-    INLINE void load_matrix(int k) {
-        expect(barrier(0, k), STAGE);
-        fetch(shared + k % STAGES * STAGE, p.M + (size_t)(k % (p.d / COLUMNS)) * (STAGE / 2), STAGE, barrier(0, k));
-    }
-    INLINE void prepare() {
-        if (threadIdx.x == 0) {
-            for (int k = 0; k < STAGES; ++k) {
-                barrier_init(barrier(0, k), 1);
-                barrier_init(barrier(1, k), THREADS / 32);
-                load_matrix(k);
-            }
-        }
-        __syncthreads();
-    }
-
     INLINE size_t row(int block, int i) const { return block + warp * 16 + 2 * i + lane / 16; }
     INLINE bool inside(int block, int i) const { return row(block, i) < p.n; }
     INLINE void load_inputs(int block, int column) {
@@ -97,8 +82,8 @@ struct Group {
 
     // Of 32 pairs, a step multiplies the first or second 4 of every 8: M has them in this order too.
     INLINE void multiply(int k) {
-        const u64 b = matrix(shared + k % STAGES * STAGE);
-        wait(barrier(0, k), k / STAGES);
+        const u64 b = matrix(M.part(k));
+        M.wait_for(k);
         mma_begin();
 #pragma unroll
         for (int i = 0; i < K / 16; ++i) {
@@ -109,29 +94,25 @@ struct Group {
         }
         mma_commit();
         mma_wait(total);
-        if (lane == 0) arrive(barrier(1, k));
-        if (threadIdx.x == 0 && k) {
-            wait(barrier(1, k - 1), (k - 1) / STAGES);
-            load_matrix(k - 1 + STAGES);
-        }
+        M.used(k);
     }
 
     // Where 4 products of a row of this warp are: all lanes that write or read at once have other banks.
-    INLINE u32 place(int row, int four) const {
-        return shared + PRODUCTS + (warp * 16 + row) * COLUMNS * 4 + (four ^ row % 2 * 4 ^ row / 2 % 4) * 16;
+    INLINE float4* place(int row, int four) const {
+        return (float4*)(shared + PRODUCTS) + (warp * 16 + row) * COLUMNS / 4 + (four ^ row % 2 * 4 ^ row / 2 % 4);
     }
     INLINE void store(int block, int column) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const float u = unit[i % 2], *r = total + i / 2 * 8 + i % 2 * 2;
-            store_16(place(lane / 4 + i % 2 * 8, i / 2 * 4 + lane % 4),
-                     make_float4(u * r[0], u * r[1], u * r[4], u * r[5]));
+            *place(lane / 4 + i % 2 * 8, i / 2 * 4 + lane % 4) =
+                make_float4(u * r[0], u * r[1], u * r[4], u * r[5]);
         }
         __syncwarp();
         const int c = column + lane % 16 * 4;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float4 r = loaded(place(2 * i + lane / 16, lane % 16)), v = x[i], w = W[i];
+            const float4 r = *place(2 * i + lane / 16, lane % 16), v = x[i], w = W[i];
             const float s = a[i];
             if (inside(block, i)) {
                 __stcs((float4*)(p.grad_W_A + row(block, i) * p.grad_W_A_i + c),
@@ -141,12 +122,6 @@ struct Group {
             }
         }
         __syncwarp();
-    }
-
-    // What is still on its way has to arrive before the memory is somebody else's.
-    INLINE void finish(int k) {
-        if (threadIdx.x == 0)
-            for (int i = k; i < k - 1 + STAGES; ++i) wait(barrier(0, i), i / STAGES);
     }
 };
 
@@ -159,15 +134,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Arguments p{waiting, phi, M,         top,   x,     W_A, grad_a, grad_x,   grad_W_A,
                       n,       d,   waiting_i, phi_i, top_t, x_i, W_A_i,  grad_x_i, grad_W_A_i};
     Group group(p, memory);
-    group.prepare();
-    int k = 0;
-    for (int block = blockIdx.x * GROUPS * ROWS; block < n; block += gridDim.x * GROUPS * ROWS) {
-        group.load_pairs(block);
-        for (int column = 0; column < d; column += COLUMNS, ++k) {
-            group.load_inputs(block, column);
-            group.multiply(k);
-            group.store(block, column);
-        }
+    group.M.start();
+    const int block = blockIdx.x * GROUPS * ROWS;
+    group.load_pairs(block);
+    for (int column = 0, k = 0; column < d; column += COLUMNS, ++k) {
+        group.load_inputs(block, column);
+        group.multiply(k);
+        group.store(block, column);
     }
-    group.finish(k);
+    group.M.finish(d / COLUMNS);
 }

@@ -43,11 +43,9 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
     launch = kernel(len(top) - 1, n_out, x.device)
     tensors = waiting, phi, M, top, x, W_A, grad_a, grad_x, grad_W_A
     strides = [t.stride(0) for t in (waiting, phi, top, x, W_A, grad_x, grad_W_A)]
-    properties: Any = torch.cuda.get_device_properties(x.device)
-    blocks = min(properties.multi_processor_count, -(-n // (GROUPS * ROWS)))
     with torch.cuda.device(x.device):
         launch(
-            grid=(blocks, 1, 1),
+            grid=(-(-n // (GROUPS * ROWS)), 1, 1),
             block=(128 * GROUPS, 1, 1),
             args=[*tensors, n, d, *strides],
             shared_mem=shared_bytes(len(top) - 1, n_out),
@@ -80,17 +78,20 @@ def stage_bytes(waiting: int, n_out: int) -> int:
 
 
 def arranged(M: Tensor) -> Tensor:
-    """M [d, k] as the kernel reads it: [d / 64, k / 64, 64, 64], k filled up with zeros.
+    """M [d, k] as the kernel reads it, [d / 64, k / 64, 64, 8, 8], k filled up with zeros."""
+    M = nnf.pad(M, (0, -M.shape[1] % 64))  # [d, k]
+    return M.flatten()[order(*M.shape, M.device)]  # [d / 64, k / 64, 64, 8, 8]
+
+
+@hopper.cached
+def order(d: int, k: int, device: torch.device) -> Tensor:
+    """Where the numbers of M [d, k] are that the kernel reads one after another.
 
     Of 32 pairs a thread has 8, of which it multiplies 4 at a time, two of them in each half of 16. Of 16
     columns it has 4 next to each other. And 8 numbers are at a place that depends on the column, so that the
     tensor cores find those of 8 columns in different banks of shared memory.
     """
-    d, k = M.shape
-    M = nnf.pad(M, (0, -k % 64))  # [d, k]
-    M = M.view(d // 16, 4, 2, 2, -1, 4, 2, 2, 2)  # [d, k], d as (., 4, 2, 2), k as (., 4, 2, 2, 2)
-    M = M.permute(0, 2, 1, 3, 4, 6, 7, 5, 8)
-    M = M.reshape(d // 64, 64, -1, 8, 8)  # [d / 64, 64, k / 64, 8, 8]
-    column, chunk = torch.arange(64, device=M.device)[:, None], torch.arange(8, device=M.device)
-    M = M.movedim(2, 1)  # [d / 64, k / 64, 64, 8, 8]
-    return M[:, :, column, chunk ^ column % 8].contiguous()
+    M = torch.arange(d * k, device=device).view(d // 16, 4, 2, 2, k // 32, 4, 2, 2, 2)
+    M = M.permute(0, 2, 1, 3, 4, 6, 7, 5, 8).reshape(d // 64, 64, k // 64, 8, 8)
+    column, chunk = torch.arange(64, device=device)[:, None], torch.arange(8, device=device)
+    return M.movedim(2, 1)[:, :, column, chunk ^ column % 8]  # [d / 64, k / 64, 64, 8, 8]

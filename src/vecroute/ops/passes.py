@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops import clusters, input_gradient
+from vecroute.ops import clusters, input_gradient, rounded_product
 from vecroute.ops.chunks import Chunk, Room, alike, as_operand, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns, with_shared
 from vecroute.ops.problem import Grads, Problem, over_samples
@@ -157,7 +157,7 @@ class InputGradient:
         if self.halved:
             self.place = place.view(torch.float16)  # [1, i, 2 d]
             self.top = place.new_zeros(n_iters + 1, place.shape[1])  # [1 + t, i], so far
-        self.share = 6 if self.halved else 11 if self.waits else 30 if p.variable else 22
+        self.share = 5 if self.halved else 11 if self.waits else 30 if p.variable else 22
         self.M: Any = None  # [b, w + j, d] those that wait and the first
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
@@ -259,7 +259,10 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
     samples: Any = None
     n_pairs = max(columns.n_computed, columns.n_own, 0 if into.waits else columns.n)
     dtype = p.dtype if into.waits else p.pair_dtype
-    for same in alike(chunks(p, n_pairs + into.n_besides(columns), into.share)):
+    if into.by_rows and rounded_product.can_multiply(p):
+        dtype = torch.bfloat16
+    row = n_pairs * dtype.itemsize // p.dtype.itemsize + into.n_besides(columns)
+    for same in alike(chunks(p, row, into.share)):
         like = same[0]
         if samples != like.samples:
             samples = like.samples
