@@ -17,12 +17,6 @@ def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
 
 
 @triton.jit
-def log_f(z):
-    """log of the logistic function, finite for every finite z."""
-    return tl.minimum(z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(z)))
-
-
-@triton.jit
 def used(use, o_use, j_use, o_j, m):
     """Which pairs of a block are used; a mask may have its neighbours in i, so that j_use is large."""
     return m & (tl.load(use + o_use + o_j.to(tl.int64) * j_use, mask=m, other=0) != 0)
@@ -31,41 +25,57 @@ def used(use, o_use, j_use, o_j, m):
 @triton.jit
 def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.constexpr, FIXED: tl.constexpr,
            MASKED: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """S of a block, -inf at unused pairs and outside; the dot product; z; and which are used.
+    """Of a block, f(z) = exp(S) q with S = min(z, 0), -inf at unused pairs and outside; and 1 - f(z), none of
+    whose digits are lost where f(z) is almost 1; the dot product; and which are used.
 
-    Under the flat prior the first three are 0 at used pairs.
+    Under the flat prior f is 1 at used pairs.
     """
     b_dot = tl.zeros(m.shape, T)
-    z = tl.zeros(m.shape, T)
     S = tl.zeros(m.shape, T)
+    q = tl.full(m.shape, 1.0, T)
+    rest = q
     if not FIRST:
         b_dot = tl.load(dot + o_dot + o_j, mask=m, other=0.0).to(T)
         z = b_dot
         if FIXED:
             z = z * tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(T)
         z += tl.load(B_S + o_S + o_j, mask=m, other=0.0).to(T)
-        S = log_f(z)
+        small = tl.exp(-tl.abs(z))
+        S, q = tl.minimum(z, 0.0), 1.0 / (1.0 + small)
+        rest = q * tl.where(z > 0.0, small, 1.0)
     if MASKED:
         m = used(use, o_use, j_use, o_j, m)
-    return tl.where(m, S, -float("inf")), b_dot, z, m
+    return tl.where(m, S, -float("inf")), q, rest, b_dot, m
 
 
 @triton.jit
 def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, TILES: tl.constexpr, FIRST: tl.constexpr,
                FIXED: tl.constexpr, MASKED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The greatest S of each row (0 if none is used) and 1 / sum_j exp(S - it) (0 if none is used)."""
+    """The greatest S of each row (0 if none is used) and sum_j exp(S - it) q (1 if none is used)."""
     top = tl.full([BLOCK_I, 1], -float("inf"), T)
     total = tl.zeros([BLOCK_I, 1], T)
-    for tile in range(TILES):
-        o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
-        m = m_i & (o_j < n_out)
-        S, _, _, _ = scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST, FIXED, MASKED, T)
-        new = tl.maximum(top, tl.max(S, 1)[:, None])
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        total = total * tl.exp(top - safe) + tl.sum(tl.exp(S - safe), 1)[:, None]
-        top = new
+    if FIRST and not MASKED:
+        top, total = tl.zeros([BLOCK_I, 1], T), total + n_out
+    else:
+        for tile in range(TILES):
+            o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
+            m = m_i & (o_j < n_out)
+            S, q, _, _, _ = scores(
+                dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST, FIXED, MASKED, T
+            )
+            new = tl.maximum(top, tl.max(S, 1)[:, None])
+            safe = tl.where(new == -float("inf"), 0.0, new)
+            total = total * tl.exp(top - safe) + tl.sum(tl.exp(S - safe) * q, 1)[:, None]
+            top = new
     empty = total == 0.0
-    return tl.where(empty, 0.0, top), tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
+    return tl.where(empty, 0.0, top), tl.where(empty, 1.0, total)
+
+
+@triton.jit
+def softmax(S, q, top, total):
+    """R of a block, exactly 1 where one output has all of it."""
+    value = tl.exp(S - top) * q
+    return tl.where(value == total, 1.0, value / total)
 
 
 @triton.jit
@@ -141,7 +151,7 @@ def coefficients_kernel(
     else:
         b_f = tl.load(p_f, mask=m_i, other=0.0).to(T)
     if not FLAT:
-        top, scale = normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED, MASKED,
+        top, total = normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED, MASKED,
                                 BLOCK_I, BLOCK_J, T)  # fmt: skip
     for tile in range(TILES):
         o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
@@ -151,11 +161,11 @@ def coefficients_kernel(
             if MASKED:
                 u = tl.where(used(use, o_use, use_j, o_j, m), u, 0.0)
         else:
-            S, _, _, m_used = scores(
+            S, q, _, _, m_used = scores(
                 dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
-            u = tl.where(m_used, b_sum * (tl.exp(S - top) * scale) - b_ign, 0.0)
+            u = tl.where(m_used, b_sum * softmax(S, q, top, total) - b_ign, 0.0)
         tl.store(phi + to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED), u * b_f, mask=m)
 
 
@@ -244,7 +254,7 @@ def coefficients_backward_kernel(
     o_dot, o_results = o_pairs + n_out, (b * results_b + (o_row if RESULTS_OF_ALL else o_i) * results_i) * VEC
     b_f = tl.load(f + b * f_b + o_row, mask=m_i, other=0.0).to(T)
     if not FLAT:
-        top, scale = normaliser(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED,
+        top, total = normaliser(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED,
                                 MASKED, BLOCK_I, BLOCK_J, T)  # fmt: skip
     # Once over j for what needs a sum over j: grad_f, and sum_j R grad_R for the softmax.
     sum_f = tl.zeros([BLOCK_I, 1], T)
@@ -266,32 +276,33 @@ def coefficients_backward_kernel(
             else:
                 tl.store(grad_sum + o_grad_c + o_j, grad_phi * b_f, mask=m)
         else:
-            S, _, _, m_used = scores(
+            S, q, _, _, m_used = scores(
                 pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
-            R = tl.exp(S - top) * scale
+            R = softmax(S, q, top, total)
             grad_phi = tl.where(m_used, grad_phi, 0.0)
             u = tl.where(m_used, b_sum * R - b_ign, 0.0)
-            sum_R += tl.sum(R * (b_sum * (grad_phi * b_f)), 1)[:, None]
+            if not FIRST:
+                sum_R += tl.sum(R * (b_sum * (grad_phi * b_f)), 1)[:, None]
         sum_f += tl.sum(tl.where(m, u * grad_phi, 0.0), 1)[:, None]
     if not FLAT:
         for tile in range(TILES):
             o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
             m = m_i & (o_j < n_out)
-            S, b_dot, z, m_used = scores(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED,
-                                      T)  # fmt: skip
+            S, q, rest, b_dot, m_used = scores(
+                pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
+            )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
-            R = tl.exp(S - top) * scale
+            R = softmax(S, q, top, total)
             grad_phi = tl.load(pairs + o_pairs + o_j, mask=m, other=0.0).to(T)
             grad_phi += tl.load(grad_s + b * grad_s_b + o_j, mask=o_j < n_out, other=0.0).to(T)
             grad_phi = tl.where(m_used, grad_phi * b_f, 0.0)
             add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
             add_to(grad_ign + o_grad_c + o_j, ((R - 1.0) if FIXED else -1.0) * grad_phi, m, fresh, T)
             if not FIRST:
-                # The products as above, so that nothing is left where one output has all of R. Then 1 - f(z),
-                # which is f(-z): none of its digits are lost where f(z) is almost 1.
-                grad_z = (R * (b_sum * grad_phi) - R * sum_R) * tl.exp(S - z)
+                # The products as above, so that nothing is left where one output has all of R.
+                grad_z = (R * (b_sum * grad_phi) - R * sum_R) * rest
                 if FIXED:
                     add_to(grad_W_S + o_grad_c + o_j, grad_z * b_dot, m, fresh, T)
                     add_to(grad_B_S + o_grad_c + o_j, grad_z, m, fresh, T)
@@ -311,21 +322,21 @@ def coefficients_backward_kernel(
                 b_top = (b_top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
                 b_top = tl.where(b_top < 1e-37, 0.0, b_top)
                 tl.store(tops + tops_t + start + o_i, b_top, mask=m_i)
-                b_top = tl.where(b_top == 0.0, 1.0, b_top)
                 # Times 2^14, as ``halves_of`` has it.
-                b_phi = (b_phi / b_top * 16384.0).to(tl.float16)
+                by = 1.0 / tl.where(b_top == 0.0, 1.0, b_top)
+                b_phi = (b_phi * by * 16384.0).to(tl.float16)
                 if not FIRST:
-                    grad_z = (grad_z / b_top * 16384.0).to(tl.float16)
+                    grad_z = (grad_z * by * 16384.0).to(tl.float16)
             tl.store(results + o_results + o_j, b_phi, mask=m)
             if not FIRST:
                 tl.store(results + o_results + n_out + o_j, grad_z, mask=m)
     # Last, so that with one tile nothing that was loaded need be loaded again.
     p_f = grad_f + b * f_b + start + o_i
-    total = tl.load(p_f, mask=m_i, other=0.0) + sum_f
+    b_grad = tl.load(p_f, mask=m_i, other=0.0) + sum_f
     if FIRST:
-        total *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
+        b_grad *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
         if not FIXED:
             o_a = tl.arange(0, 8)[None, :]
-            b_a = tl.where(o_a == 0, total, 0.0)
+            b_a = tl.where(o_a == 0, b_grad, 0.0)
             tl.store(grad_a + o_results + o_a, b_a, mask=m_i & (o_a < n_a))
-    tl.store(p_f, total, mask=m_i)
+    tl.store(p_f, b_grad, mask=m_i)
