@@ -78,7 +78,7 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
             shared_mem=shared_bytes(c, p.n_out, first),
         )
     y[0] = y_parts.sum(0).mT[: p.n_out]  # [j, d]
-    s[0] = s_parts.sum(0)[: p.n_out]  # [j]
+    torch.sum(s_parts[:, : p.n_out], 0, out=s[0])  # [j]
 
 
 @cache

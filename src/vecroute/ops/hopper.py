@@ -32,6 +32,12 @@ def cached(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+@cached
+def zeros(n: int, device: torch.device) -> Tensor:
+    """A row of zeros, for matrices that are filled up with them."""
+    return torch.zeros(1, n, device=device)
+
+
 def source(name: str, *definitions: str) -> str:
     """``hopper.cu``, some definitions, and a kernel that uses both."""
     here = files("vecroute.ops")

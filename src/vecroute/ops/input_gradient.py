@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from vecroute.ops import hopper
@@ -78,20 +77,22 @@ def stage_bytes(waiting: int, n_out: int) -> int:
 
 
 def arranged(M: Tensor) -> Tensor:
-    """M [d, k] as the kernel reads it, [d / 64, k / 64, 64, 8, 8], k filled up with zeros."""
-    M = nnf.pad(M, (0, -M.shape[1] % 64))  # [d, k]
-    return M.flatten()[order(*M.shape, M.device)]  # [d / 64, k / 64, 64, 8, 8]
+    """M [k + 1, d], whose last row is zeros, as the kernel reads it, [d / 64, ., 64, 8, 8], in float16."""
+    k, d = M.shape[0] - 1, M.shape[1]
+    return M.half().flatten()[order(d, k, M.device)]  # [d / 64, k / 64, 64, 8, 8]
 
 
 @hopper.cached
 def order(d: int, k: int, device: torch.device) -> Tensor:
-    """Where the numbers of M [d, k] are that the kernel reads one after another.
+    """Where the numbers of M [k + 1, d] are that the kernel reads one after another.
 
     Of 32 pairs a thread has 8, of which it multiplies 4 at a time, two of them in each half of 16. Of 16
     columns it has 4 next to each other. And 8 numbers are at a place that depends on the column, so that the
     tensor cores find those of 8 columns in different banks of shared memory.
     """
-    M = torch.arange(d * k, device=device).view(d // 16, 4, 2, 2, k // 32, 4, 2, 2, 2)
-    M = M.permute(0, 2, 1, 3, 4, 6, 7, 5, 8).reshape(d // 64, 64, k // 64, 8, 8)
+    rows = torch.arange(-(-k // 64) * 64, device=device).clamp(max=k)  # [k]
+    M = torch.arange(d, device=device)[:, None] + rows * d  # [d, k]
+    M = M.view(d // 16, 4, 2, 2, -1, 4, 2, 2, 2).permute(0, 2, 1, 3, 4, 6, 7, 5, 8)
+    M = M.reshape(d // 64, 64, -1, 8, 8).movedim(2, 1)  # [d / 64, k / 64, 64, 8, 8]
     column, chunk = torch.arange(64, device=device)[:, None], torch.arange(8, device=device)
-    return M.movedim(2, 1)[:, :, column, chunk ^ column % 8]  # [d / 64, k / 64, 64, 8, 8]
+    return M[:, :, column, chunk ^ column % 8]  # [d / 64, k / 64, 64, 8, 8]

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops import clusters, input_gradient, rounded_product
+from vecroute.ops import clusters, hopper, input_gradient, rounded_product
 from vecroute.ops.chunks import Chunk, Room, alike, as_operand, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns, with_shared
 from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import (
-    HALVES,
     accumulate,
     accumulate_over_inputs,
     halves_of,
@@ -219,16 +218,20 @@ class InputGradient:
 
     def matrix(self, samples: slice, columns: Columns) -> Tensor:
         """M of the results of a pass, in the first iteration after M of those that wait, [b, w + q, d]."""
+        p = columns.p
         if self.halved:
             all_columns = [*self.columns, columns] if columns.first else [columns]
             matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [1, q, d] each
+            if columns.first and self.by_rows:
+                M = torch.cat(
+                    [*(M[0] for M in matrices), hopper.zeros(*matrices[0].shape[2:], p.x_inp.device)]
+                )
+                w = row_weights(M)  # [k + 1, 1]
+                self.weights = w[-1 - p.n_out : -1].flatten()  # [j]
+                return input_gradient.arranged(M / w * 2**14)
             weights = [row_weights(M) for M in matrices]  # [1, q, 1] each
             self.weights = weights[-1].flatten()  # [q]
-            if not columns.first:
-                return matrices[0]
-            if self.by_rows:
-                return input_gradient.arranged(halves_of(matrices, weights, 1)[0])
-            return halves_of(matrices, weights, HALVES["BLOCK_K"])
+            return halves_of(matrices, weights) if columns.first else matrices[0]
         if columns.first and self.waits:
             return with_shared(self.M[samples], columns.shared)  # [b, w + q, d]
         return columns.matrix(samples, columns.shared)  # [b, q, d]

@@ -160,12 +160,13 @@ def row_weights(M: Tensor) -> Tensor:
     return greatest.masked_fill_(greatest < 1e-37, 1)
 
 
-def halves_of(matrices: list[Tensor], weights: list[Tensor], block: int) -> Tensor:
+def halves_of(matrices: list[Tensor], weights: list[Tensor]) -> Tensor:
     """Matrices [1, q, d] over their row weights, one after another in float16, [1, d, k].
 
     Each is filled up with zeros to whole blocks of columns. All are multiplied with 2^14: then what is 2^-28
     of the greatest in its row still has all digits.
     """
+    block = HALVES["BLOCK_K"]
     halves = [
         nnf.pad((M / w * 2**14).half(), (0, 0, 0, -M.shape[1] % block))
         for M, w in zip(matrices, weights, strict=True)

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from vecroute.ops import hopper
@@ -80,8 +79,8 @@ def shared_bytes(n_out: int, parts: int) -> int:
 
 def arrange(M: Tensor, n_out: int) -> Tensor:
     """M [q, d] as the kernel reads it, [d / 64, n, 8, 8] in bfloat16: each part and rows of zeros."""
-    rows = nnf.pad(M.bfloat16(), (0, 0, 0, 1))  # [q + 1, d], the last is zeros
-    return rows.flatten()[order(*M.shape, n_out, M.device)]  # [d / 64, n, 8, 8]
+    rows = torch.cat((M, hopper.zeros(M.shape[1], M.device)))  # [q + 1, d]
+    return rows.flatten()[order(*M.shape, n_out, M.device)].bfloat16()  # [d / 64, n, 8, 8]
 
 
 @hopper.cached
