@@ -1,5 +1,6 @@
 // What CUDA C++ has no words for: clusters, asynchronous loads, tensor cores (compute capability 9.0), and
-// arithmetic on rows of numbers that share a unit. For clusters.cu and input_gradient.cu.
+// arithmetic on rows of numbers that share a unit. For clusters.cu,
+// input_gradient.cu and rounded_product.cu.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -44,7 +45,8 @@ INLINE void arrive(u32 barrier) {
 }
 INLINE void group_sync(int name) { asm volatile("bar.sync %0, 128;" :: "r"(name) : "memory"); }  // 128 threads
 INLINE void expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(barrier), "r"(bytes) : "memory");
 }
 INLINE void wait(u32 barrier, int phase) {
     asm volatile("{\n.reg .pred p;\n"
@@ -52,6 +54,7 @@ INLINE void wait(u32 barrier, int phase) {
                  "@!p bra more;\n}" :: "r"(barrier), "r"(phase % 2) : "memory");
 }
 
+// What is fetched from memory, by the copy engine, does so too.
 INLINE void fetch(u32 to, const void* from, int bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
@@ -109,7 +112,8 @@ INLINE void loads_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); 
 INLINE void prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
-INLINE float4 load_once(const float* from, bool inside) {  // past the first cache: shared memory leaves little of it
+// Past the first cache: shared memory leaves little of it.
+INLINE float4 load_once(const float* from, bool inside) {
     float4 v = make_float4(0, 0, 0, 0);
     if (inside)
         asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -162,17 +166,6 @@ INLINE float warp_sum(float v) {
     for (int o = 16; o; o /= 2) v += __shfl_xor_sync(~0u, v, o);
     return v;
 }
-// Some at a time, which takes no longer than one: the greatest of each in tops, the sum of each in sums.
-template <int T, int S> INLINE void warp_reduce(float (&tops)[T], float (&sums)[S]) {
-#pragma unroll
-    for (int o = 16; o; o /= 2) {
-#pragma unroll
-        for (int i = 0; i < T; ++i) tops[i] = fmaxf(tops[i], __shfl_xor_sync(~0u, tops[i], o));
-#pragma unroll
-        for (int i = 0; i < S; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], o);
-    }
-}
-
 // ---- Tensor cores ----
 // What is in rows of 128 bytes: 8 rows are 1024 bytes; next: where the next 64 columns are.
 INLINE u64 matrix(u32 at, int next = 16) {

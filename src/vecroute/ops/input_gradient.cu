@@ -2,23 +2,24 @@
 //
 //     grad_x = unit (pairs M) + grad_a W_A      grad_W_A = grad_a x_inp
 //
-// A group of 128 threads has 64 rows at a time. Their pairs stay in registers while M, shared by the groups of a
-// block, goes by 64 columns at a time; so pairs come from memory once, and M, from the cache, once for all rows
-// of a block. x_inp and W_A are on their way to registers while the tensor cores multiply.
+// A group of 128 threads has 64 rows. Their pairs stay in registers while M, shared by the groups of a block, goes
+// by 64 columns at a time; so pairs come from memory once, and M, from the cache, once for all rows of a block.
+// x_inp and W_A are on their way to registers while the tensor cores multiply.
 //
 // Pairs may wait in the rows of grad_W_A: a row is read and written by one warp alone.
 //
-// Before this file come hopper.cu; WAITING, the iterations that wait; N_OUT; and gradient_mma, which multiplies on the tensor cores.
+// Before this file come hopper.cu; WAITING, the iterations that wait; N_OUT; and gradient_mma, which multiplies on
+// the tensor cores.
 
 constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64, COLUMNS = 64;
 constexpr int N_WAITING = 2 * N_OUT * WAITING;
 constexpr int K = (N_WAITING + N_OUT + 31) / 32 * 32;  // all pairs of a row, padded
 
 // Places in shared memory, in bytes.
-constexpr int TILE = COLUMNS * 128, STAGE = (K + 63) / 64 * TILE;  // 64 columns of M, as the tensor cores read them
-constexpr int STAGES = 3;
-constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], on their way from the tensor cores' order
-constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * COLUMNS * 4;  // [2][STAGES]: M is there; it has been used
+constexpr int TILE = COLUMNS * 128;            // 64 columns of M and 64 pairs, as the tensor cores read them
+constexpr int STAGE = (K + 63) / 64 * TILE, STAGES = 3;
+constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], after the order of the tensor cores
+constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * COLUMNS * 4;  // of M
 
 struct Arguments {
     const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, j], [d / 64] stages
@@ -39,7 +40,8 @@ struct Group {
     float4 x[8], W[8];        // of the same rows
 
     INLINE Group(const Arguments& p, char* memory)
-        : p(p), shared(memory), M{address(memory), address(memory + BARRIERS), (const char*)p.M, p.d / COLUMNS},
+        : p(p), shared(memory),
+          M{address(memory), address(memory + BARRIERS), (const char*)p.M, p.d / COLUMNS},
           lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
     // All of a row in the unit of the last.
@@ -49,7 +51,8 @@ struct Group {
             const int row = block + warp * 16 + lane / 4 + 8 * h;
             const bool inside = row < p.n;
             const size_t i = inside ? row : 0;
-            const unsigned short *waiting = p.waiting + i * p.waiting_i, *phi = p.phi + i * p.phi_i - N_WAITING;
+            const unsigned short* waiting = p.waiting + i * p.waiting_i;
+            const unsigned short* phi = p.phi + i * p.phi_i - N_WAITING;
             const float last = inside ? p.top[(size_t)WAITING * p.top_t + i] : 0.f;
             unit[h] = last * (1.f / (1 << 28));  // both operands are times 2^14
 #pragma unroll
@@ -99,7 +102,8 @@ struct Group {
 
     // Where 4 products of a row of this warp are: all lanes that write or read at once have other banks.
     INLINE float4* place(int row, int four) const {
-        return (float4*)(shared + PRODUCTS) + (warp * 16 + row) * COLUMNS / 4 + (four ^ row % 2 * 4 ^ row / 2 % 4);
+        const int at = four ^ row % 2 * 4 ^ row / 2 % 4;
+        return (float4*)(shared + PRODUCTS) + (warp * 16 + row) * COLUMNS / 4 + at;
     }
     INLINE void store(int block, int column) {
 #pragma unroll

@@ -1,8 +1,8 @@
 // x_inp M^T in bfloat16, for the pairs of one long sample: what rounded_product.py calls.
 //
-// A group of 128 threads has 64 rows at a time, of which it rounds 64 features for the tensor cores while the next
-// are on their way. M, shared by the groups of a block, goes by 64 features at a time too. So x_inp, which is
-// float32, is read once and never copied.
+// A group of 128 threads has 64 rows at a time, of which it rounds 64 features for the tensor cores while the
+// next are on their way. M, shared by the groups of a block, goes by 64 features at a time too. So x_inp, which
+// is float32, is read once and never copied.
 //
 // Before this file come hopper.cu; N_OUT; PARTS, how many rows of M there are for each output; and product_mma,
 // which multiplies on the tensor cores.
@@ -29,7 +29,8 @@ struct Group {
     float total[N / 2];   // [64 rows, N], as the tensor cores have them
     float4 loaded[2][8];  // of rows lane / 16, that + 2, ...; on their way, of two blocks of features
 
-    INLINE Group(const float* x, unsigned short* out, int n, int d, int x_i, const unsigned short* M, char* shared)
+    INLINE Group(const float* x, unsigned short* out, int n, int d, int x_i, const unsigned short* M,
+                 char* shared)
         : x(x), out(out), n(n), d(d), x_i(x_i),
           M{address(shared), address(shared + BARRIERS), (const char*)M, d / FEATURES}, lane(threadIdx.x % 32),
           warp(threadIdx.x / 32), group(threadIdx.x / 128), own(shared + GROUP + group * OF_GROUP) {}
