@@ -4,13 +4,12 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as nnf
 from constants import named_constants
 from samples import with_noise
 from tolerance import assert_layer_as_good
 
 import vecroute as vr
-from vecroute.ops import Tuning, input_gradient
+from vecroute.ops import Tuning, arrange, input_gradient
 
 GPU = pytest.mark.gpu
 SIZES = [  # n_inp, d_inp, n_out, n_iters
@@ -39,34 +38,13 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
     return with_noise(vr.VectorRouting(**sizes, implementation="fused"))
 
 
-@pytest.mark.parametrize("k", [300, 320, 60])
-def test_a_matrix_is_arranged_as_threads_multiply(k):
-    """Each number of it where the kernel looks: by loops over what a thread has."""
-    M = torch.randn(128, k).half()
-    stages = input_gradient.arranged(nnf.pad(M.mT, (0, 0, 0, 1)))  # [2, k / 64, 64, 8, 8]
-    for column in range(128):
-        n = column % 64
-        place = n // 16 * 16 + n % 4 // 2 * 8 + n % 16 // 4 * 2 + n % 2  # in the order of the tensor cores
-        found = stages[column // 64, :, place, torch.arange(8) ^ place % 8].flatten()  # [k]
-        for block in range(0, k - 31, 32):
-            thread, step, half = torch.meshgrid(
-                torch.arange(4), torch.arange(2), torch.arange(2), indexing="ij"
-            )
-            at = block + 16 * step + 8 * half + 2 * thread  # [4, 2, 2], where two next to each other are
-            two = torch.stack((found[at], found[at + 1]), -1)  # [4, 2, 2, 2]
-            assert torch.equal(two.flatten(), M[column, block : block + 32])
-    assert stages.ne(0).sum() == M.ne(0).sum()
-
-
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
 def test_shared_memory_is_as_large_as_the_kernel_divides(waiting, n_out):
     constants = named_constants("input_gradient.cu", {"WAITING": waiting, "N_OUT": n_out})
     assert input_gradient.shared_bytes(waiting, n_out) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
     assert input_gradient.stage_bytes(waiting, n_out) == constants["STAGE"]
-    assert (
-        input_gradient.arranged(torch.zeros((2 * waiting + 1) * n_out + 1, 64)).numel() * 2
-        == constants["STAGE"]
-    )
+    M = torch.zeros((2 * waiting + 1) * n_out, 64)
+    assert arrange.by_columns(M, torch.ones(len(M), 1)).numel() * 2 == constants["STAGE"]
     for name in ("GROUPS", "ROWS", "COLUMNS", "STAGES"):
         assert constants[name] == getattr(input_gradient, name)
 
@@ -119,14 +97,34 @@ def test_other_sizes_go_another_way(d_inp, n_out, calls):
     assert not calls
 
 
-@GPU
-def test_without_a_compiler_it_goes_another_way(calls, monkeypatch):
+@pytest.fixture
+def no_compiler(monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("no toolkit")
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", fail)
     input_gradient.kernel.cache_clear()
     input_gradient.has_kernel.cache_clear()
+    yield
+    input_gradient.has_kernel.cache_clear()
+
+
+@GPU
+def test_without_a_compiler_it_goes_another_way(calls, no_compiler):
     assert_layer_as_good(make(90, 256, 20, 2), torch.randn(90, 256))
     assert not calls
-    input_gradient.has_kernel.cache_clear()
+
+
+@GPU
+def test_captured(calls):
+    layer, x_inp = make(700, 256, 20, 2), torch.randn(700, 256, requires_grad=True)
+    captured = torch.cuda.make_graphed_callables(layer, (x_inp,))
+    gradients = []
+    for each in (layer, captured):
+        for autocast in (False, True):
+            x_inp.grad = None
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast and each is layer):
+                each(x_inp).sum().backward()
+            gradients.append(x_inp.grad.clone())
+    assert torch.equal(gradients[0], gradients[2])
+    assert torch.equal(gradients[2], gradients[3])

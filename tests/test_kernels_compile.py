@@ -16,7 +16,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vecroute.ops import fused_activations, fused_halves, fused_pairs, fused_product, fused_rows, fused_steps
+from vecroute.ops import arrange, fused_activations, fused_halves, fused_norm, fused_pairs, fused_product
+from vecroute.ops import fused_rows, fused_steps
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
 POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
@@ -53,6 +54,8 @@ compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=True, **variable)
 whole = {"RESULTS_OF_ALL": True, "GRADS_OF_ALL": True, "PRIOR": 0.01}
 one_tile = fixed | whole | {"TILES": 1}
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=False, HALVED=True, **one_tile)
+of_halves = {"pairs": "*bf16", "results": "*fp16"}
+compile(fused_pairs.coefficients_backward_kernel, 8, of_halves, ADDS_UP=False, HALVED=True, **one_tile)
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable, **whole)
 compile(fused_pairs.sum_samples_kernel, 4, BLOCK_B=32, BLOCK_N=32, T=tl.float32)
 pairs = dict.fromkeys(("pairs", "dot", "phi", "waiting"), "*bf16")
@@ -71,6 +74,10 @@ compile(fused_halves.input_gradient_kernel, 4, halves, WAITING=2, **sizes)
 rounded = dict.fromkeys(("u", "out", "grad_y", "grad_g"), "*bf16")
 compile(fused_steps.outputs_kernel, 4, rounded, BLOCK_R=1, BLOCK_D=1024, T=tl.float32)
 compile(fused_steps.scores_matrix_kernel, 4, rounded, FIXED=False, BLOCK_R=1, BLOCK_D=1024, T=tl.float32)
+vectors = {"v": "*bf16", "mean": "*fp32", "rstd": "*fp32"}
+compile(fused_norm.normalize_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
+compile(arrange.features_kernel, 4, {"M": "*fp32", "out": "*bf16"}, BLOCK=1024)
+compile(arrange.columns_kernel, 4, {"M": "*fp32", "out": "*fp16"}, BLOCK=1024)
 steps = {"BLOCK_B": 8, "BLOCK_N": 128, "T": tl.float32}
 compile(fused_steps.outputs_backward_kernel, 4, rounded, BLOCK_R=8, BLOCK_D=128, **steps)
 compile(fused_steps.predictions_backward_kernel, 4, rounded, **steps)
@@ -82,7 +89,7 @@ def test_every_kernel_compiles():
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 17
+    assert len(done.stdout.split()) == 21
 
 
 def log_of_compilation(source: str) -> str:

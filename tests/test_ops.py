@@ -148,6 +148,17 @@ def test_no_gradient_of_x_where_none_is_needed(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+def test_scores_of_unused_pairs_may_be_anything(implementation):
+    layer = vr.VectorRouting(n_inp=6, n_out=5, d_inp=4, d_out=3, implementation=implementation)
+    x_inp, pair_mask = torch.randn(6, 4), torch.ones(6, 5, dtype=torch.bool)
+    pair_mask[2, 3] = False
+    with torch.no_grad():
+        expected = layer(x_inp, pair_mask=pair_mask)  # [j, h]
+        layer.B_S[2, 3] = torch.nan
+        assert torch.equal(layer(x_inp, pair_mask=pair_mask), expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
 def test_packed_equals_single(implementation, nan_filled_memory):
     layer = make(1, 5, 8, 6, fixed=False, implementation=implementation, dtype=torch.float64)
     lengths = [3, 0, 17, 1, 9]

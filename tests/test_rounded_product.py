@@ -7,7 +7,7 @@ from samples import with_noise
 from tolerance import assert_as_good, outcome, twin
 
 import vecroute as vr
-from vecroute.ops import Tuning, input_gradient, rounded_product
+from vecroute.ops import Tuning, arrange, input_gradient, rounded_product
 
 GPU = pytest.mark.gpu
 SIZES = [  # n_inp, d_inp, n_out, n_iters
@@ -36,24 +36,12 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
     return with_noise(vr.VectorRouting(**sizes, implementation="fused"))
 
 
-@pytest.mark.parametrize(("n_out", "parts"), [(100, 1), (100, 2), (64, 2)])
-def test_a_matrix_is_arranged_as_tensor_cores_read_it(n_out, parts):
-    M = torch.randn(parts * n_out, 128)
-    arranged = rounded_product.arrange(M, n_out)  # [2, n, 8, 8]
-    padded = -(-n_out // 8) * 8
-    for row in range(parts * n_out):
-        place = row // n_out * padded + row % n_out
-        found = arranged[:, place, torch.arange(8) ^ place % 8].flatten()  # [128]
-        assert torch.equal(found, M[row].bfloat16())
-    assert arranged.ne(0).sum() == M.bfloat16().ne(0).sum()
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("n_out", [100, 64, 4])
 def test_shared_memory_is_as_large_as_the_kernel_divides(n_out, parts):
     constants = named_constants("rounded_product.cu", {"N_OUT": n_out, "PARTS": parts})
     assert rounded_product.shared_bytes(n_out, parts) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
-    assert rounded_product.arrange(torch.zeros(parts * n_out, 64), n_out).numel() * 2 == constants["STAGE"]
+    assert arrange.by_features(torch.zeros(parts * n_out, 64), n_out).numel() * 2 == constants["STAGE"]
     assert constants["GROUP"] % 1024 == constants["OF_GROUP"] % 1024 == 0  # what the tensor cores read
     for name in ("GROUPS", "ROWS", "FEATURES", "STAGES"):
         assert constants[name] == getattr(rounded_product, name)

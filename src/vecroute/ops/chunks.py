@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vecroute.ops.problem import Problem
 
+SMALL_COPY = 2**26  # bytes
 MOST_SAMPLES = 2**16 - 1  # CUDA has no more blocks in any dimension of a grid but the first
 
 
@@ -114,7 +115,7 @@ def inputs(p: Problem, chunk: Chunk) -> Tensor:
 
 def as_operand(p: Problem, x: Tensor) -> Tensor:
     """x [b, i, d] from ``inputs`` in the dtype of operands; a copy of all of x_inp is kept if it is small."""
-    if x.shape == p.x_inp.shape and x.numel() * p.operand_dtype.itemsize <= p.tuning.keep_bytes:
+    if x.shape == p.x_inp.shape and x.numel() * p.operand_dtype.itemsize <= SMALL_COPY:
         return p.in_dtype("x_inp", x, p.operand_dtype)  # [b, i, d]
     return x.to(p.operand_dtype)  # [b, i, d]
 

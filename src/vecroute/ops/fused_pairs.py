@@ -25,13 +25,13 @@ def used(use, o_use, j_use, o_j, m):
 @triton.jit
 def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.constexpr, FIXED: tl.constexpr,
            MASKED: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Of a block, f(z) = exp(S) q with S = min(z, 0), -inf at unused pairs and outside; and 1 - f(z), none of
-    whose digits are lost where f(z) is almost 1; the dot product; and which are used.
+    """Of a block, f(z) = exp(low) q, 0 at unused pairs and outside; 1 - f(z), none of whose digits are lost where
+    f(z) is almost 1; the dot product; and which are used.
 
-    Under the flat prior f is 1 at used pairs.
+    low is min(z, 0), and -inf where f is 0. Under the flat prior f is 1 at used pairs.
     """
     b_dot = tl.zeros(m.shape, T)
-    S = tl.zeros(m.shape, T)
+    low = tl.zeros(m.shape, T)
     q = tl.full(m.shape, 1.0, T)
     rest = q
     if not FIRST:
@@ -41,17 +41,18 @@ def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.const
             z = z * tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(T)
         z += tl.load(B_S + o_S + o_j, mask=m, other=0.0).to(T)
         small = tl.exp(-tl.abs(z))
-        S, q = tl.minimum(z, 0.0), 1.0 / (1.0 + small)
+        low, q = tl.minimum(z, 0.0), 1.0 / (1.0 + small)
         rest = q * tl.where(z > 0.0, small, 1.0)
     if MASKED:
         m = used(use, o_use, j_use, o_j, m)
-    return tl.where(m, S, -float("inf")), q, rest, b_dot, m
+        q = tl.where(m, q, 0.0)  # not NaN, whatever the scores of such a pair are
+    return tl.where(m, low, -float("inf")), q, rest, b_dot, m
 
 
 @triton.jit
 def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, TILES: tl.constexpr, FIRST: tl.constexpr,
                FIXED: tl.constexpr, MASKED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The greatest S of each row (0 if none is used) and sum_j exp(S - it) q (1 if none is used)."""
+    """The greatest ``low`` of each row (0 if none is used) and sum_j f exp(-it) (1 if none is used)."""
     top = tl.full([BLOCK_I, 1], -float("inf"), T)
     total = tl.zeros([BLOCK_I, 1], T)
     if FIRST and not MASKED:
@@ -60,21 +61,21 @@ def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, TILES: 
         for tile in range(TILES):
             o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
             m = m_i & (o_j < n_out)
-            S, q, _, _, _ = scores(
+            low, q, _, _, _ = scores(
                 dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST, FIXED, MASKED, T
             )
-            new = tl.maximum(top, tl.max(S, 1)[:, None])
+            new = tl.maximum(top, tl.max(low, 1)[:, None])
             safe = tl.where(new == -float("inf"), 0.0, new)
-            total = total * tl.exp(top - safe) + tl.sum(tl.exp(S - safe) * q, 1)[:, None]
+            total = total * tl.exp(top - safe) + tl.sum(tl.exp(low - safe) * q, 1)[:, None]
             top = new
     empty = total == 0.0
     return tl.where(empty, 0.0, top), tl.where(empty, 1.0, total)
 
 
 @triton.jit
-def softmax(S, q, top, total):
+def softmax(low, q, top, total):
     """R of a block, exactly 1 where one output has all of it."""
-    value = tl.exp(S - top) * q
+    value = tl.exp(low - top) * q
     return tl.where(value == total, 1.0, value / total)
 
 
@@ -161,11 +162,11 @@ def coefficients_kernel(
             if MASKED:
                 u = tl.where(used(use, o_use, use_j, o_j, m), u, 0.0)
         else:
-            S, q, _, _, m_used = scores(
+            low, q, _, _, m_used = scores(
                 dot, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
-            u = tl.where(m_used, b_sum * softmax(S, q, top, total) - b_ign, 0.0)
+            u = tl.where(m_used, b_sum * softmax(low, q, top, total) - b_ign, 0.0)
         tl.store(phi + to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED), u * b_f, mask=m)
 
 
@@ -276,11 +277,11 @@ def coefficients_backward_kernel(
             else:
                 tl.store(grad_sum + o_grad_c + o_j, grad_phi * b_f, mask=m)
         else:
-            S, q, _, _, m_used = scores(
+            low, q, _, _, m_used = scores(
                 pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
-            R = softmax(S, q, top, total)
+            R = softmax(low, q, top, total)
             grad_phi = tl.where(m_used, grad_phi, 0.0)
             u = tl.where(m_used, b_sum * R - b_ign, 0.0)
             if not FIRST:
@@ -290,11 +291,11 @@ def coefficients_backward_kernel(
         for tile in range(TILES):
             o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
             m = m_i & (o_j < n_out)
-            S, q, rest, b_dot, m_used = scores(
+            low, q, rest, b_dot, m_used = scores(
                 pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, o_j, m, FIRST, FIXED, MASKED, T
             )
             b_sum, b_ign = betas(c_sum, c_ign, o_c, o_j, m, FIXED, T)
-            R = softmax(S, q, top, total)
+            R = softmax(low, q, top, total)
             grad_phi = tl.load(pairs + o_pairs + o_j, mask=m, other=0.0).to(T)
             grad_phi += tl.load(grad_s + b * grad_s_b + o_j, mask=o_j < n_out, other=0.0).to(T)
             grad_phi = tl.where(m_used, grad_phi * b_f, 0.0)

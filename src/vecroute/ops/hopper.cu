@@ -1,6 +1,5 @@
 // What CUDA C++ has no words for: clusters, asynchronous loads, tensor cores (compute capability 9.0), and
-// arithmetic on rows of numbers that share a unit. For clusters.cu,
-// input_gradient.cu and rounded_product.cu.
+// arithmetic on rows of numbers that share a unit. For clusters.cu, input_gradient.cu and rounded_product.cu.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

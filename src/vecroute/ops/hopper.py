@@ -1,12 +1,10 @@
 """CUDA C++ for GPUs of compute capability 9.0 (Hopper), compiled by PyTorch when it is first called."""
 
-from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import torch
-from torch import Tensor
 
 CANNOT_COMPILE = (OSError, RuntimeError, AttributeError)  # no toolkit, or a PyTorch that does not
 
@@ -18,24 +16,6 @@ def has_shared_bytes(n: int, device: torch.device) -> bool:
         return False
     properties: Any = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor) == (9, 0) and n <= properties.shared_memory_per_block_optin
-
-
-def cached(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``functools.cache`` for tensors; but a CUDA graph, while it is captured, owns all that is made."""
-    kept = cache(function)
-
-    @wraps(function)
-    def call(*args: Any) -> Tensor:
-        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return function(*args) if captured else kept(*args)
-
-    return call
-
-
-@cached
-def zeros(n: int, device: torch.device) -> Tensor:
-    """A row of zeros, for matrices that are filled up with them."""
-    return torch.zeros(1, n, device=device)
 
 
 def source(name: str, *definitions: str) -> str:

@@ -2,14 +2,15 @@
 //
 //     grad_x = unit (pairs M) + grad_a W_A      grad_W_A = grad_a x_inp
 //
-// A group of 128 threads has 64 rows. Their pairs stay in registers while M, shared by the groups of a block, goes
-// by 64 columns at a time; so pairs come from memory once, and M, from the cache, once for all rows of a block.
+// A group of 128 threads has 64 rows. Their pairs stay in registers while M, shared by the groups of a block,
+// goes by 64 columns at a time; so pairs come from memory once, and M, from the cache, once for all rows of a
+// block.
 // x_inp and W_A are on their way to registers while the tensor cores multiply.
 //
 // Pairs may wait in the rows of grad_W_A: a row is read and written by one warp alone.
 //
-// Before this file come hopper.cu; WAITING, the iterations that wait; N_OUT; and gradient_mma, which multiplies on
-// the tensor cores.
+// Before this file come hopper.cu; WAITING, the iterations that wait; N_OUT; and gradient_mma, which multiplies
+// on the tensor cores.
 
 constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64, COLUMNS = 64;
 constexpr int N_WAITING = 2 * N_OUT * WAITING;

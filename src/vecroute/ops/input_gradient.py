@@ -37,7 +37,7 @@ def can_multiply(p: Problem, n_waiting: int) -> bool:
 
 
 def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
-    """As ``fused_halves.input_gradient``, with M from ``arranged``."""
+    """As ``fused_halves.input_gradient``, with M from ``arrange.by_columns``."""
     (n, d), n_out = x.shape, phi.shape[1]
     launch = kernel(len(top) - 1, n_out, x.device)
     tensors = waiting, phi, M, top, x, W_A, grad_a, grad_x, grad_W_A
@@ -74,25 +74,3 @@ def shared_bytes(waiting: int, n_out: int) -> int:
 def stage_bytes(waiting: int, n_out: int) -> int:
     """What ``COLUMNS`` columns of M have."""
     return -(-(2 * waiting + 1) * n_out // 64) * COLUMNS * 128
-
-
-def arranged(M: Tensor) -> Tensor:
-    """M [k + 1, d], whose last row is zeros, as the kernel reads it, [d / 64, ., 64, 8, 8], in float16."""
-    k, d = M.shape[0] - 1, M.shape[1]
-    return M.half().flatten()[order(d, k, M.device)]  # [d / 64, k / 64, 64, 8, 8]
-
-
-@hopper.cached
-def order(d: int, k: int, device: torch.device) -> Tensor:
-    """Where the numbers of M [k + 1, d] are that the kernel reads one after another.
-
-    Of 32 pairs a thread has 8, of which it multiplies 4 at a time, two of them in each half of 16. Of 16
-    columns it has 4 next to each other. And 8 numbers are at a place that depends on the column, so that the
-    tensor cores find those of 8 columns in different banks of shared memory.
-    """
-    rows = torch.arange(-(-k // 64) * 64, device=device).clamp(max=k)  # [k]
-    M = torch.arange(d, device=device)[:, None] + rows * d  # [d, k]
-    M = M.view(d // 16, 4, 2, 2, -1, 4, 2, 2, 2).permute(0, 2, 1, 3, 4, 6, 7, 5, 8)
-    M = M.reshape(d // 64, 64, -1, 8, 8).movedim(2, 1)  # [d / 64, k / 64, 64, 8, 8]
-    column, chunk = torch.arange(64, device=device)[:, None], torch.arange(8, device=device)
-    return M[:, :, column, chunk ^ column % 8]  # [d / 64, k / 64, 64, 8, 8]

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops import clusters, hopper, input_gradient, rounded_product
+from vecroute.ops import clusters, input_gradient, rounded_product
 from vecroute.ops.chunks import Chunk, Room, alike, as_operand, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns, with_shared
 from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import (
     accumulate,
     accumulate_over_inputs,
+    arranged,
     halves_of,
     has_halves,
     over_batch,
@@ -188,8 +189,8 @@ class InputGradient:
         if not self.waits:
             results = pairs[..., : columns.n]  # [b, i, q]
             if not columns.p.variable and columns.p.operand_dtype != pairs.dtype:  # only multiplied
-                rounded = pairs.new_empty(0, dtype=columns.p.operand_dtype)
-                results = room.take("results", rounded, *results.shape)  # [b, i, q]
+                dtype = columns.p.operand_dtype
+                results = room.take("results", pairs, *results.shape, dtype=dtype)  # [b, i, q]
             return results, results, results[..., columns.a - columns.n_c : columns.a]
         rows = self.place[like.batch]  # [b, i, d]
         if not columns.first:
@@ -217,18 +218,19 @@ class InputGradient:
         return [widened(rows[..., which], place[..., which]) for which in kept]
 
     def matrix(self, samples: slice, columns: Columns) -> Tensor:
-        """M of the results of a pass, in the first iteration after M of those that wait, [b, w + q, d]."""
+        """M of the results of a pass, in the first iteration after M of those that wait, [b, w + q, d].
+
+        In the first iteration, if it is ``halved``, as the kernel reads it.
+        """
         p = columns.p
         if self.halved:
             all_columns = [*self.columns, columns] if columns.first else [columns]
             matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [1, q, d] each
             if columns.first and self.by_rows:
-                M = torch.cat(
-                    [*(M[0] for M in matrices), hopper.zeros(*matrices[0].shape[2:], p.x_inp.device)]
-                )
-                w = row_weights(M)  # [k + 1, 1]
-                self.weights = w[-1 - p.n_out : -1].flatten()  # [j]
-                return input_gradient.arranged(M / w * 2**14)
+                M = torch.cat([M[0] for M in matrices])  # [w + j, d]
+                w = row_weights(M)  # [w + j, 1]
+                self.weights = w[-p.n_out :].flatten()  # [j]
+                return arranged(M, w)
             weights = [row_weights(M) for M in matrices]  # [1, q, 1] each
             self.weights = weights[-1].flatten()  # [q]
             return halves_of(matrices, weights) if columns.first else matrices[0]

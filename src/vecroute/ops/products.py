@@ -155,9 +155,15 @@ def fits_descriptor(t: Tensor) -> bool:
 
 
 def row_weights(M: Tensor) -> Tensor:
-    """The greatest of each row of M [1, q, d], [1, q, 1]; 1 where a GPU could not divide by it."""
-    greatest = torch.linalg.vector_norm(M, torch.inf, -1, keepdim=True)  # [1, q, 1]
+    """The greatest of each row of M [..., q, d], [..., q, 1]; 1 where a GPU could not divide by it."""
+    greatest = torch.linalg.vector_norm(M, torch.inf, -1, keepdim=True)  # [..., q, 1]
     return greatest.masked_fill_(greatest < 1e-37, 1)
+
+
+def arranged(M: Tensor, weights: Tensor) -> Tensor:
+    from vecroute.ops.arrange import by_columns
+
+    return by_columns(M, weights)
 
 
 def halves_of(matrices: list[Tensor], weights: list[Tensor]) -> Tensor:

@@ -41,7 +41,9 @@ def multiplier(M: Tensor, n_out: int, out: Tensor) -> Callable[[Tensor], object]
     Args: M [1, q, d], with one or two rows for each output.
     """
     _, n, q = out.shape
-    launch, arranged = kernel(n_out, q // n_out, out.device), arrange(M[0], n_out)
+    from vecroute.ops.arrange import by_features
+
+    launch, arranged = kernel(n_out, q // n_out, out.device), by_features(M[0], n_out)
     properties: Any = torch.cuda.get_device_properties(out.device)
     blocks = min(properties.multi_processor_count, -(-n // (GROUPS * ROWS)))
 
@@ -75,27 +77,3 @@ def shared_bytes(n_out: int, parts: int) -> int:
     stage = parts * -(-n_out // 8) * 8 * 128
     products = -(-ROWS * parts * n_out * 2 // 1024) * 1024
     return STAGES * stage + GROUPS * max(2 * ROWS * 128, products) + 2 * STAGES * 8
-
-
-def arrange(M: Tensor, n_out: int) -> Tensor:
-    """M [q, d] as the kernel reads it, [d / 64, n, 8, 8] in bfloat16: each part and rows of zeros."""
-    rows = torch.cat((M, hopper.zeros(M.shape[1], M.device)))  # [q + 1, d]
-    return rows.flatten()[order(*M.shape, n_out, M.device)].bfloat16()  # [d / 64, n, 8, 8]
-
-
-@hopper.cached
-def order(q: int, d: int, n_out: int, device: torch.device) -> Tensor:
-    """Where the numbers of [q + 1, d] are that the kernel reads one after another.
-
-    8 of them are at a place that depends on the row, so that the tensor cores find those of 8 rows in
-    different banks of shared memory.
-    """
-    part, j = (
-        torch.arange(q // n_out, device=device)[:, None],
-        torch.arange(-(-n_out // 8) * 8, device=device),
-    )
-    row = torch.where(j < n_out, part * n_out + j, q).flatten()[:, None]  # [n, 1]
-    eight = torch.arange(8, device=device)
-    chunk = eight ^ torch.arange(len(row), device=device)[:, None] % 8  # [n, 8]
-    features = torch.arange(0, d, FEATURES, device=device)[:, None, None, None]  # [d / 64, 1, 1, 1]
-    return (row * d + chunk * 8)[..., None] + eight + features  # [d / 64, n, 8, 8]

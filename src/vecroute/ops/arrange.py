@@ -1,0 +1,60 @@
+"""Small matrices as the tensor cores of Hopper GPUs read them from shared memory, in one Triton kernel each.
+
+A row there has 64 numbers, in eights: each eight is at a place that depends on the row, so that those of 8
+rows are in different banks.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def features_kernel(M, out, n, q, d, n_out, padded, BLOCK: tl.constexpr):  # [q, d], [d / 64, rows, 8, 8]
+    """out = M, 64 features at a time; of every n_out rows as many as ``padded``, with zeros."""
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = q // n_out * padded
+    row = o // 64 % rows
+    feature = o // (64 * rows) * 64 + (o // 8 % 8 ^ row % 8) * 8 + o % 8
+    j = row % padded
+    b_M = tl.load(M + (row // padded * n_out + j) * d + feature, mask=(o < n) & (j < n_out), other=0.0)
+    tl.store(out + o, b_M.to(out.dtype.element_ty), mask=o < n)
+
+
+@triton.jit
+def columns_kernel(
+    M, weights, out, n, k, d, tiles, BLOCK: tl.constexpr
+):  # [k, d], [k], [d / 64, tiles, 64, 8, 8]
+    """out = 2^14 M / weights, 64 columns d at a time, in the order in which threads multiply.
+
+    Of 32 rows k a thread has 8, of which it multiplies 4 at a time, two of them in each half of 16. Of 16
+    columns it has 4 next to each other.
+    """
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = o // 64 % 64
+    column = o // (4096 * tiles) * 64
+    column += place // 16 * 16 + place // 2 % 4 * 4 + place // 8 % 2 * 2 + place % 2
+    step = o // 4096 % tiles * 64 + (o // 8 % 8 ^ place % 8) * 8 + o % 8
+    row = step // 32 * 32 + step // 2 % 4 * 8 + step // 16 % 2 * 4 + step // 8 % 2 * 2 + step % 2
+    m = (o < n) & (row < k)
+    b_M = tl.load(M + row * d + column, mask=m, other=0.0) / tl.load(weights + row, mask=m, other=1.0)
+    tl.store(out + o, (b_M * 16384.0).to(tl.float16), mask=o < n)
+
+
+def by_features(M: Tensor, n_out: int) -> Tensor:
+    """M [q, d] in bfloat16, [d / 64, rows, 8, 8]; each n_out of q are filled up to whole eights."""
+    (q, d), padded, M = M.shape, -(-n_out // 8) * 8, M.contiguous()
+    out = M.new_empty(d // 64, q // n_out * padded, 8, 8, dtype=torch.bfloat16)
+    features_kernel[triton.cdiv(out.numel(), BLOCK),](M, out, out.numel(), q, d, n_out, padded, BLOCK=BLOCK)
+    return out
+
+
+def by_columns(M: Tensor, weights: Tensor) -> Tensor:
+    """2^14 M / weights, from [k, d] and [k, 1], in float16, [d / 64, k / 64, 64, 8, 8]; k is filled up."""
+    (k, d), tiles = M.shape, -(-M.shape[0] // 64)
+    out = M.new_empty(d // 64, tiles, 64, 8, 8, dtype=torch.float16)
+    columns_kernel[triton.cdiv(out.numel(), BLOCK),](M, weights, out, out.numel(), k, d, tiles, BLOCK=BLOCK)
+    return out
