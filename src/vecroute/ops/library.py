@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +54,13 @@ loop_op = torch.library.custom_op("vecroute::loop", run_loop, mutates_args=())
 def tf32_under_autocast(p: Problem):
     """Where autocast asks for products in half precision of a float32 x_inp on a GPU, let them be tf32.
 
-    Autocast itself is off: what is rounded is for the loop to say.
+    Autocast itself is off: what is rounded is for the loop to say. Kernels are launched on the device of x_inp,
+    whichever is current.
     """
+    device = torch.cuda.device(p.x_inp.device) if p.x_inp.is_cuda else nullcontext()
     tf32 = p.x_inp.is_cuda and p.x_inp.dtype == torch.float32 != p.rounded
     before = torch.backends.cuda.matmul.fp32_precision
-    with without_autocast(p.x_inp):
+    with without_autocast(p.x_inp), device:
         try:
             if tf32:
                 torch.backends.cuda.matmul.fp32_precision = "tf32"
