@@ -54,8 +54,8 @@ loop_op = torch.library.custom_op("vecroute::loop", run_loop, mutates_args=())
 def tf32_under_autocast(p: Problem):
     """Where autocast asks for products in half precision of a float32 x_inp on a GPU, let them be tf32.
 
-    Autocast itself is off: what is rounded is for the loop to say. Kernels are launched on the device of x_inp,
-    whichever is current.
+    Autocast itself is off: what is rounded is for the loop to say. Kernels are launched on the device of
+    x_inp, whichever is current.
     """
     device = torch.cuda.device(p.x_inp.device) if p.x_inp.is_cuda else nullcontext()
     tf32 = p.x_inp.is_cuda and p.x_inp.dtype == torch.float32 != p.rounded
