@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vecroute.ops.problem import Problem
 
-SMALL_COPY = 2**26  # bytes
+SMALL_COPY = 2**26  # up to so many bytes a rounded copy of x_inp is kept for the passes of a call
 MOST_SAMPLES = 2**16 - 1  # CUDA has no more blocks in any dimension of a grid but the first
 
 

@@ -18,7 +18,7 @@ from vecroute.ops.problem import Problem
 
 
 @triton.jit
-def scores(dot, W_S, B_S, o_dot, o_S, o_j, m):
+def scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m):
     """z = W_S dot + B_S of a row, dot and W_S."""
     b_dot = tl.load(dot + o_dot + o_j, mask=m, other=0.0).to(tl.float32)
     b_W = tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(tl.float32)
@@ -37,7 +37,7 @@ def logistic(z, m):
 @triton.jit
 def of_small(dot, W_S, B_S, o_dot, o_S, o_j, m):
     """What f(z) is proportional to where all of a row are almost 0: exp(z), over the greatest of them."""
-    z, _, _ = scores(dot, W_S, B_S, o_dot, o_S, o_j, m)
+    z, _, _ = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
     z = tl.where(m, z, -float("inf"))
     return tl.exp(z - tl.max(z, 0))
 
@@ -73,7 +73,7 @@ def rows_kernel(
             R = 1.0 / n_out
         else:
             o_dot = o_pair * dot_i * VEC
-            z, _, _ = scores(dot, W_S, B_S, o_dot, o_S, o_j, m)
+            z, _, _ = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
             R, _ = logistic(z, m)
             of_row = tl.sum(R, 0)
             if of_row < 1e-30:
@@ -87,7 +87,7 @@ def rows_kernel(
 
 
 @triton.jit
-def add_to(pointer, value, m, ADD: tl.constexpr):
+def give(pointer, value, m, ADD: tl.constexpr):
     """Store, or add to what is stored."""
     if ADD:
         value += tl.load(pointer, mask=m, other=0.0)
@@ -140,7 +140,7 @@ def rows_backward_kernel(
             used = tl.sum(b_sum * grad_phi, 0) * R
         else:
             o_dot = (o_pair * dot_i + dot_0) * VEC
-            z, b_dot, b_W = scores(dot, W_S, B_S, o_dot, o_S, o_j, m)
+            z, b_dot, b_W = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
             R, rest = logistic(z, m)
             of_row = tl.sum(R, 0)
             used = tl.sum(R * (b_sum * grad_phi), 0)
@@ -151,8 +151,8 @@ def rows_backward_kernel(
             R *= 1.0 / of_row
             used *= 1.0 / of_row
             grad_z = R * (b_sum * grad_phi - used) * rest * b_f
-            add_to(grad_W_S + o_grad + o_j, grad_z * b_dot, m, ADD)
-            add_to(grad_B_S + o_grad + o_j, grad_z, m, ADD)
+            give(grad_W_S + o_grad + o_j, grad_z * b_dot, m, ADD)
+            give(grad_B_S + o_grad + o_j, grad_z, m, ADD)
             tl.store(p_pairs + n_out, (grad_z * b_W).to(pairs.dtype.element_ty), mask=m)
         b_phi = (b_sum * R - b_ign) * b_f
         tl.store(p_pairs, b_phi.to(pairs.dtype.element_ty), mask=m)
@@ -165,8 +165,8 @@ def rows_backward_kernel(
             tl.store(p_waiting, grad_sum.to(waiting.dtype.element_ty), mask=m)
             tl.store(p_waiting + n_out, grad_phi.to(waiting.dtype.element_ty), mask=m)
         else:
-            add_to(grad_use + o_grad + o_j, grad_sum, m, ADD and not WAITS)
-            add_to(grad_ign + o_grad + o_j, grad_sum - grad_phi, m, ADD and not WAITS)
+            give(grad_use + o_grad + o_j, grad_sum, m, ADD and not WAITS)
+            give(grad_ign + o_grad + o_j, grad_sum - grad_phi, m, ADD and not WAITS)
         p_f = grad_f + b * f_b + o_row
         total = tl.load(p_f) + used - ignored
         if FIRST:

@@ -37,7 +37,7 @@ def can_multiply(p: Problem, n_waiting: int) -> bool:
 
 
 def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
-    """As ``fused_halves.input_gradient``, with M from ``arrange.by_columns``."""
+    """As ``fused_halves.input_gradient``, with M from ``arranged``."""
     (n, d), n_out = x.shape, phi.shape[1]
     launch = kernel(len(top) - 1, n_out, x.device)
     tensors = waiting, phi, M, top, x, W_A, grad_a, grad_x, grad_W_A
@@ -49,6 +49,13 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
             args=[*tensors, n, d, *strides],
             shared_mem=shared_bytes(len(top) - 1, n_out),
         )
+
+
+def arranged(M: Tensor, weights: Tensor) -> Tensor:
+    """M [k, d] over weights [k, 1], one for each row, as the kernel reads it."""
+    from vecroute.ops.arrange import by_columns  # Triton, which this file else does without
+
+    return by_columns(M, weights)
 
 
 @cache

@@ -22,7 +22,6 @@ from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import (
     accumulate,
     accumulate_over_inputs,
-    arranged,
     halves_of,
     has_halves,
     over_batch,
@@ -100,7 +99,7 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
     dtype = p.dtype if phi_out is not None else p.pair_dtype
     row = columns.n_computed + p.n_out
     if dtype != p.dtype:
-        row = row // 2
+        row = row // 2  # pairs and phi are bfloat16
     elif p.operand_dtype != p.dtype:
         row += p.n_out // 2  # phi, rounded to be multiplied
     for same in alike(chunks(p, row, FORWARD_SHARE[p.variable])):
@@ -230,7 +229,7 @@ class InputGradient:
                 M = torch.cat([M[0] for M in matrices])  # [w + j, d]
                 w = row_weights(M)  # [w + j, 1]
                 self.weights = w[-p.n_out :].flatten()  # [j]
-                return arranged(M, w)
+                return input_gradient.arranged(M, w)
             weights = [row_weights(M) for M in matrices]  # [1, q, 1] each
             self.weights = weights[-1].flatten()  # [q]
             return halves_of(matrices, weights) if columns.first else matrices[0]

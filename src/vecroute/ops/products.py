@@ -160,12 +160,6 @@ def row_weights(M: Tensor) -> Tensor:
     return greatest.masked_fill_(greatest < 1e-37, 1)
 
 
-def arranged(M: Tensor, weights: Tensor) -> Tensor:
-    from vecroute.ops.arrange import by_columns
-
-    return by_columns(M, weights)
-
-
 def halves_of(matrices: list[Tensor], weights: list[Tensor]) -> Tensor:
     """Matrices [1, q, d] over their row weights, one after another in float16, [1, d, k].
 

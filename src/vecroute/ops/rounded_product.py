@@ -40,9 +40,9 @@ def multiplier(M: Tensor, n_out: int, out: Tensor) -> Callable[[Tensor], object]
 
     Args: M [1, q, d], with one or two rows for each output.
     """
-    _, n, q = out.shape
-    from vecroute.ops.arrange import by_features
+    from vecroute.ops.arrange import by_features  # Triton, which this file else does without
 
+    _, n, q = out.shape
     launch, arranged = kernel(n_out, q // n_out, out.device), by_features(M[0], n_out)
     properties: Any = torch.cuda.get_device_properties(out.device)
     blocks = min(properties.multi_processor_count, -(-n // (GROUPS * ROWS)))
