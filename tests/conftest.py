@@ -39,6 +39,23 @@ def tf32():
 
 
 @pytest.fixture
+def no_compiler(monkeypatch):
+    """Nothing is there that compiles CUDA C++."""
+    from vecroute.ops import clusters, input_gradient
+
+    def fail(*args, **kwargs):
+        raise OSError("no toolkit")
+
+    cached = clusters.kernel, clusters.has_kernels, input_gradient.kernel, input_gradient.has_kernel
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", fail)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.fixture
 def nan_filled_memory():
     """What ``torch.empty`` and its kin hand out is full of NaN, so that memory nobody wrote to shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory

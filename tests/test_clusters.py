@@ -186,18 +186,6 @@ def test_other_problems_go_another_way(calls):
     assert not calls
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError("no toolkit")
-
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", fail)
-    clusters.kernel.cache_clear()
-    clusters.has_kernels.cache_clear()
-    yield
-    clusters.has_kernels.cache_clear()
-
-
 @GPU
 def test_without_a_compiler_it_goes_another_way(calls, no_compiler):
     assert_x_out_as_good(make(100, 32, 512), torch.randn(100, 512))
