@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecroute.ops import products
 from vecroute.ops.chunks import Chunk, Room, of_chunk, use_of
 from vecroute.ops.problem import Problem, over_samples
 from vecroute.ops.products import accumulate, add
@@ -47,6 +48,11 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
             phi.mul_(use)
 
     return phi, phi.mT, fill
+
+
+def summer(p: Problem, out: Tensor, values: Tensor):
+    """What adds to out [b, j] the sum over k of values like the given, [b, j, k], or stores it if fresh."""
+    return products.summer(out, values.shape[-1])
 
 
 def coefficients_backward(

@@ -8,9 +8,9 @@ from vecroute.ops.problem import Grads, Problem, over_samples
 
 
 def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """x_out = (y W_F1) W_F2 + s B_F2, [b, j, h]; before, y [b, j, d] is divided by sqrt(n_inp), in place."""
-    y.div_(p.sqrt_n_inp[..., None])
-    x_out = matmul(p, y * p.w.W_F1, p.w.W_F2.to(p.dtype), out)  # [b, j, h]
+    """x_out = (y W_F1 / sqrt(n_inp)) W_F2 + s B_F2, [b, j, h], from y [b, j, d] and s [b, j]."""
+    u = (y * p.w.W_F1).div_(p.sqrt_n_inp[..., None])  # [b, j, d]
+    x_out = matmul(p, u, p.w.W_F2.to(p.dtype), out)  # [b, j, h]
     return x_out.addcmul_(s[..., None], p.w.B_F2.to(p.dtype))  # [b, j, h]
 
 
@@ -30,14 +30,15 @@ def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
 
 
 def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads: Grads, out: Tensor):
-    """Fill out with grad_y [b, j, d] (of the sum itself), from grad_x_out [b, j, h]; give grad_s [b, j]."""
-    grad_u = matmul(p, grad_x_out, p.w.W_F2.mT.to(p.dtype))  # [b, j, d]
-    u = y * p.w.W_F1  # [b, j, d]
+    """Fill out with grad_y [b, j, d], from grad_x_out [b, j, h]; give grad_s [b, j]."""
+    sqrt_n_inp = p.sqrt_n_inp[..., None]  # [b, 1, 1]
+    grad_u = matmul(p, grad_x_out, p.w.W_F2.mT.to(p.dtype)).div_(sqrt_n_inp)  # [b, j, d]
+    u = (y * p.w.W_F1).div_(sqrt_n_inp)  # [b, j, d]
     grads.add("W_F2", matmul(p, u.flatten(0, 1).mT, grad_x_out.flatten(0, 1)))  # [d, h]
     grads.add("W_F1", over_samples(torch.mul(grad_u, y, out=u)))  # [j, d]
     del u
     grads.add("B_F2", over_samples(s[..., None] * grad_x_out))  # [j, h]
-    torch.div(grad_u.mul_(p.w.W_F1), p.sqrt_n_inp[..., None], out=out)  # [b, j, d]
+    torch.mul(grad_u, p.w.W_F1, out=out)  # [b, j, d]
     return (grad_x_out * p.w.B_F2).sum(-1)  # [b, j]
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops import fused_halves, fused_rows, input_gradient
+from vecroute.ops import fused_halves, fused_rows, input_gradient, products
 from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
 from vecroute.ops.fused_activations import activations_backward_kernel, activations_kernel
 from vecroute.ops.fused_pairs import (
@@ -89,6 +89,12 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
         phi=phi, ACTIVATE=a is not None, **pair_arguments(p, like, c, f, dot is None, strides), **blocks,
     )  # fmt: skip
     return phi, phi.mT, lambda chunk: launch(start=chunk.rows.start)
+
+
+def summer(p: Problem, out: Tensor, values: Tensor):
+    """As ``chunked.summer``."""
+    by_rows = p.pair_dtype != p.dtype and values.mT.is_contiguous()
+    return (fused_rows if by_rows else products).summer(out, values.shape[-1])
 
 
 def coefficients_backward(

@@ -23,7 +23,7 @@ def outputs_kernel(
     y, s, sqrt_n_inp, W_F1, B_F2, u, x_out,  # [b, j, d], [b, j], [b], [j, d], [j, h], [b, j, d], [b, j, h]
     n_rows, n_out, d_inp, d_out, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """y /= sqrt_n_inp, u = y W_F1 and x_out = s B_F2; a row is one output of one sample."""
+    """u = y W_F1 / sqrt_n_inp and x_out = s B_F2; a row is one output of one sample."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     m_row, j = row < n_rows, row % n_out
     scale = tl.load(sqrt_n_inp + row // n_out, mask=m_row, other=1.0)
@@ -33,7 +33,6 @@ def outputs_kernel(
         m = m_row & (o_d < d_inp)
         b_y = tl.load(y + row * d_inp + o_d, mask=m, other=0.0) / scale
         b_u = b_y * tl.load(W_F1 + j * d_inp + o_d, mask=m, other=0.0).to(T)
-        tl.store(y + row * d_inp + o_d, b_y, mask=m)
         tl.store(u + row * d_inp + o_d, b_u.to(u.dtype.element_ty), mask=m)
     for start in range(0, d_out, BLOCK_D):
         o_h = start + tl.arange(0, BLOCK_D)[None, :]
@@ -66,7 +65,10 @@ def scores_matrix_kernel(
 def scale_backward(grad, x, W, sqrt_n_inp, grad_x, u, grad_W, grad_B, k, part, first, last, n, grad_b,
                    grad_x_b, fresh, OF_SUM: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
                    T: tl.constexpr):  # fmt: skip
-    """Some of n numbers j, d: grad_x = W grad; summed over samples, grad_W of x grad and grad_B of grad."""
+    """Some of n numbers j, d: grad_x = W grad; summed over samples, grad_W of x grad and grad_B of grad.
+
+    If OF_SUM, x is divided by sqrt_n_inp beforehand, u = W x, and there is no B.
+    """
     o = k.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     m_o = o < n
     b_W = tl.load(W + o, mask=m_o, other=0.0).to(T)
@@ -75,14 +77,16 @@ def scale_backward(grad, x, W, sqrt_n_inp, grad_x, u, grad_W, grad_B, k, part, f
     for start in range(first, last, BLOCK_B):
         b = start + tl.arange(0, BLOCK_B)[:, None].to(tl.int64)
         m = (b < last) & m_o
-        b_grad = tl.load(grad + b * grad_b + o, mask=m, other=0.0)
-        b_x = tl.load(x + b * n + o, mask=m, other=0.0)
-        sum_W += b_grad * b_x
-        sum_B += b_grad
+        b_grad = tl.load(grad + b * grad_b + o, mask=m, other=0.0).to(T)
+        b_x = tl.load(x + b * n + o, mask=m, other=0.0).to(T)
         b_grad_x = b_grad * b_W
         if OF_SUM:
-            b_grad_x /= tl.load(sqrt_n_inp + b, mask=b < last, other=1.0)
+            scale = tl.load(sqrt_n_inp + b, mask=b < last, other=1.0)
+            b_x /= scale
+            b_grad_x /= scale
             tl.store(u + b * n + o, (b_x * b_W).to(u.dtype.element_ty), mask=m)
+        sum_W += b_grad * b_x
+        sum_B += b_grad
         tl.store(grad_x + b * grad_x_b + o, b_grad_x.to(grad_x.dtype.element_ty), mask=m)
     add_to(grad_W + part * n + o, tl.sum(sum_W, 0)[None, :], m_o, fresh, T)
     if not OF_SUM:
@@ -105,32 +109,42 @@ def bias_backward(grad, s, grad_B, k, part, first, last, n_out, d_out, n, fresh,
 
 
 @triton.jit
-def bias_backward_rows(grad, B, grad_s, k, n_rows, n_out, d_out, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+def bias_backward_rows(grad, s, B, grad_B, grad_s, rounded, k, n_rows, n_out, d_out, fresh, ONE: tl.constexpr,
+                       ROUNDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
                        T: tl.constexpr):  # fmt: skip
-    """Some rows b, j: grad_s of B grad, summed over h."""
+    """Some rows b, j: grad_s of B grad, summed over h; and where there is ONE sample grad_B of s grad."""
     row = k * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     m_row, j = row < n_rows, row % n_out
     total = tl.zeros([BLOCK_R, BLOCK_D], T)
     for start in range(0, d_out, BLOCK_D):
         o_h = start + tl.arange(0, BLOCK_D)[None, :]
         m = m_row & (o_h < d_out)
-        b_B = tl.load(B + j * d_out + o_h, mask=m, other=0.0).to(T)
-        total += b_B * tl.load(grad + row * d_out + o_h, mask=m, other=0.0)
+        b_grad = tl.load(grad + row * d_out + o_h, mask=m, other=0.0)
+        total += b_grad * tl.load(B + j * d_out + o_h, mask=m, other=0.0).to(T)
+        if ONE:
+            b_s = tl.load(s + row, mask=m_row, other=0.0)
+            add_to(grad_B + row * d_out + o_h, b_s * b_grad, m, fresh, T)
+        if ROUNDS:
+            tl.store(rounded + row * d_out + o_h, b_grad.to(rounded.dtype.element_ty), mask=m)
     tl.store(grad_s + row, tl.sum(total, 1)[:, None], mask=m_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_W", "n_B"])
 def outputs_backward_kernel(
     grad_x_out,  # [b, j, h]
     grad_u, y, s, sqrt_n_inp, W_F1, B_F2,  # [b, j, d] twice, [b, j], [b], [j, d], [j, h]
-    grad_y,  # [b, j, d], of the sum itself
-    u,  # [b, j, d] y W_F1
+    grad_y,  # [b, j, d]
+    u,  # [b, j, d] y W_F1 / sqrt_n_inp
+    rounded,  # [b, j, h] grad_x_out in another dtype, where ROUNDS
     grad_s,  # [b, j]
     grad_W_F1, grad_B_F2,  # [parts, j, d], [parts, j, h]
+    n_W, n_B,  # programs
     n_batch, n_rows, n_out, d_out, n_d, n_h,  # how many b, b j, j, h, j d, j h
     grad_y_b,
     step,  # how many samples a part has
     fresh_W, fresh_B,  # whether these gradients are stored instead of added to
+    ONE: tl.constexpr,  # whether there is one sample: then the programs for s see to B_F2
+    ROUNDS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,  # samples and numbers
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,  # rows and features
     T: tl.constexpr,
@@ -138,8 +152,7 @@ def outputs_backward_kernel(
     """The gradient of ``outputs_kernel``: programs for W_F1, then for B_F2, then for s."""
     k, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last = part * step, tl.minimum((part + 1) * step, n_batch)
-    k_B = k - tl.cdiv(n_d, BLOCK_N)
-    k_s = k_B - tl.cdiv(n_h, BLOCK_N)
+    k_B, k_s = k - n_W, k - n_W - n_B
     if k_B < 0:
         scale_backward(grad_u, y, W_F1, sqrt_n_inp, grad_y, u, grad_W_F1, grad_W_F1, k, part, first, last,
                        n_d, n_d, grad_y_b, fresh_W, True, BLOCK_B, BLOCK_N, T)  # fmt: skip
@@ -148,7 +161,8 @@ def outputs_backward_kernel(
                       BLOCK_N, T)  # fmt: skip
     else:
         row_block = k_s * tl.num_programs(1) + part
-        bias_backward_rows(grad_x_out, B_F2, grad_s, row_block, n_rows, n_out, d_out, BLOCK_R, BLOCK_D, T)
+        bias_backward_rows(grad_x_out, s, B_F2, grad_B_F2, grad_s, rounded, row_block, n_rows, n_out, d_out,
+                           fresh_B, ONE, ROUNDS, BLOCK_R, BLOCK_D, T)  # fmt: skip
 
 
 @triton.jit
@@ -203,21 +217,30 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
     """As ``chunked_steps.outputs_backward``."""
     (b, j, d), h = y.shape, grad_x_out.shape[-1]
     grad_x_out, s = grad_x_out.contiguous(), s.contiguous()  # [b, j, h], [b, j]
-    rows = grad_x_out.view(-1, h).to(step_dtype(p))  # [b j, h]
-    grad_u, u = torch.empty_like(y), torch.empty_like(y, dtype=rows.dtype)  # [b, j, d] each
-    add_product(grad_u.view(-1, d), rows, p.in_dtype("W_F2", p.w.W_F2, rows.dtype).mT, fresh=True)
+    dtype, rounds = step_dtype(p), step_dtype(p) != p.dtype
+    rounded = torch.empty_like(grad_x_out, dtype=dtype) if rounds else grad_x_out  # [b, j, h]
+    grad_u, u = torch.empty_like(y, dtype=dtype), torch.empty_like(y, dtype=dtype)  # [b, j, d] each
     sums, by_row = sum_blocks(b), row_blocks(h)
     parts, step = parts_of(b, j * max(d, h))
     grad_W, fresh_W = sums_of(p, grads, "W_F1", parts)  # [parts, j, d]
     grad_B, fresh_B = sums_of(p, grads, "B_F2", parts)  # [parts, j, h]
     grad_s = torch.empty_like(s)  # [b, j]
-    of_sums, of_rows = sums["BLOCK_N"], by_row["BLOCK_R"] * parts
-    n_blocks = triton.cdiv(j * d, of_sums) + triton.cdiv(j * h, of_sums) + triton.cdiv(b * j, of_rows)
-    outputs_backward_kernel[n_blocks, parts](
-        grad_x_out, grad_u, y, s, p.sqrt_n_inp, p.w.W_F1, p.w.B_F2, out, u, grad_s, grad_W, grad_B,
-        b, b * j, j, h, j * d, j * h, out.stride(0), step, fresh_W, fresh_B,
-        T=triton_dtype(p), **sums, **by_row,
-    )  # fmt: skip
+
+    def launch(n_W: int, n_B: int, n_s: int) -> None:
+        outputs_backward_kernel[n_W + n_B + n_s, parts](
+            grad_x_out, grad_u, y, s, p.sqrt_n_inp, p.w.W_F1, p.w.B_F2, out, u, rounded, grad_s, grad_W,
+            grad_B, n_W, n_B, b, b * j, j, h, j * d, j * h, out.stride(0), step, fresh_W, fresh_B,
+            ONE=b == 1, ROUNDS=rounds, T=triton_dtype(p), **sums, **by_row,
+        )  # fmt: skip
+
+    n_W = triton.cdiv(j * d, sums["BLOCK_N"])
+    n_B = 0 if b == 1 else triton.cdiv(j * h, sums["BLOCK_N"])
+    n_s = triton.cdiv(b * j, by_row["BLOCK_R"] * parts)
+    if rounds:
+        launch(0, n_B, n_s)  # before the product, which needs grad_x_out rounded
+    rows = rounded.view(-1, h)  # [b j, h]
+    add_product(grad_u.view(-1, d), rows, p.in_dtype("W_F2", p.w.W_F2, dtype).mT, fresh=True)
+    launch(n_W, *((0, 0) if rounds else (n_B, n_s)))
     add_parts(grads, "W_F1", grad_W)
     add_parts(grads, "B_F2", grad_B)
     add_gradient(p, grads, "W_F2", u.view(-1, d).mT, rows)

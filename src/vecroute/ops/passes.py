@@ -113,7 +113,7 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
         a = pairs[..., columns.a :] if first and p.variable else None  # [b, i, 1 to 8]
         phi, to_sum, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, dtype, room)  # and [b, j, k]
-        phi_T, add_sum = phi.mT, summer(s[like.samples], to_sum.shape[-1])  # [b, j, i]
+        phi_T, add_sum = phi.mT, p.pairs.summer(p, s[like.samples], to_sum)  # [b, j, i]
         for chunk in same:
             x = inputs(p, chunk)  # [b, i, d]
             if first and not p.variable:
