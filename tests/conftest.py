@@ -30,6 +30,13 @@ def seed():
 
 
 @pytest.fixture
+def device():
+    """Everything is on a GPU where there is one; elsewhere Triton's interpreter runs the kernels."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
+        yield device
+
+
+@pytest.fixture
 def tf32():
     """Products of float32 matrices on a GPU are tf32."""
     before = torch.backends.cuda.matmul.fp32_precision

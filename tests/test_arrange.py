@@ -5,11 +5,7 @@ import torch
 
 from vecroute.ops import arrange
 
-
-@pytest.fixture(autouse=True)
-def device():
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("device")
 
 
 @pytest.mark.parametrize(("n_out", "parts"), [(100, 1), (100, 2), (64, 2), (4, 1)])

@@ -48,7 +48,7 @@ def assert_x_out_as_good(layer: vr.VectorRouting, x_inp: torch.Tensor) -> None:
 @pytest.mark.parametrize(("c", "n_out"), [(2, 100), (4, 100), (4, 32), (8, 64)])
 def test_shared_memory_is_as_large_as_the_kernel_divides(c, n_out, first):
     tiles = -(-n_out // 8)
-    given = {"C": c, "NT": tiles, "FIRST": int(first), "TILES": -(-tiles // 4)}
+    given = {"C": c, "NT": tiles, "FIRST": int(first), "TILES": -(-tiles // clusters.scorers(c))}
     constants = named_constants("clusters.cu", given)
     assert clusters.shared_bytes(c, n_out, first) == constants["BARRIERS"] + 2 * 8
     assert (constants["D"], constants["THREADS"]) == (clusters.D, clusters.THREADS)
@@ -58,9 +58,9 @@ def test_shared_memory_is_as_large_as_the_kernel_divides(c, n_out, first):
 
 def test_source_has_the_sizes():
     source = clusters.source(4, 100, first=False)
-    assert "constexpr int C = 4, NT = 13, FIRST = 0, TILES = 4;" in source
+    assert "constexpr int C = 4, NT = 13, FIRST = 0;\nconstexpr int SCORERS = 2, TILES = 7;" in source
     assert "m64n104k16" in source
-    assert "m64n32k16" in source
+    assert "m64n56k16" in source
     assert source.index("INLINE void sum_mma") < source.index("struct Block")
 
 

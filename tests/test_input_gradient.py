@@ -39,7 +39,7 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
 
 
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
-def test_shared_memory_is_as_large_as_the_kernel_divides(waiting, n_out):
+def test_shared_memory_is_as_large_as_the_kernel_divides(waiting, n_out, device):
     constants = named_constants("input_gradient.cu", {"WAITING": waiting, "N_OUT": n_out})
     assert input_gradient.shared_bytes(waiting, n_out) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
     assert input_gradient.stage_bytes(waiting, n_out) == constants["STAGE"]

@@ -23,12 +23,7 @@ IMPLEMENTATIONS = ["chunked", "fused"]
 TUNINGS = {"default": Tuning(), "rows7": Tuning(rows=7), "nothing kept": Tuning(rows=10, keep_bytes=0)}
 
 
-@pytest.fixture(autouse=True)
-def device():
-    """Everything is on a GPU where there is one; elsewhere Triton's interpreter runs the kernels."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with device:
-        yield device
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def make(n_inp, n_out, d_inp, d_out, *, fixed, **options) -> vr.VectorRouting:
@@ -281,8 +276,10 @@ def test_bad_outputs_and_phi_out():
         ((2, 30, 8), torch.tensor([0, 30]), r"x_inp \[total, d_inp\] and no masks, got n_inp=None"),
     ],
 )
-def test_bad_cu_seqlens(x_shape, cu_seqlens, message):
+def test_bad_cu_seqlens(x_shape, cu_seqlens, message, device):
     layer = make(1, 5, 8, 6, fixed=False)
+    if isinstance(cu_seqlens, torch.Tensor):
+        cu_seqlens = cu_seqlens.to(device)  # [b + 1]
     with pytest.raises((ValueError, TypeError), match=message):
         layer(torch.randn(x_shape), cu_seqlens=cu_seqlens)
 

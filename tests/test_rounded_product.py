@@ -38,7 +38,7 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("n_out", [100, 64, 4])
-def test_shared_memory_is_as_large_as_the_kernel_divides(n_out, parts):
+def test_shared_memory_is_as_large_as_the_kernel_divides(n_out, parts, device):
     constants = named_constants("rounded_product.cu", {"N_OUT": n_out, "PARTS": parts})
     assert rounded_product.shared_bytes(n_out, parts) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
     assert arrange.by_features(torch.zeros(parts * n_out, 64), n_out).numel() * 2 == constants["STAGE"]

@@ -9,11 +9,12 @@
 //     add       phi^T x_inp to the sums
 //
 // What travels between blocks does so while they work on the rows before or after. Numbers of a row are in
-// units of a power of two, so that float16, which has the digits of tf32, has the range too.
+// units of a power of two, so that float16, which has the digits of tf32, has the range too. The first
+// iteration finds these units as it goes; the others know them.
 //
 // Before this file come hopper.cu; C; NT, the tiles of 8 outputs; FIRST, whether it is the first iteration;
-// TILES, of scores for each group of 128 threads; and scores_mma and sum_mma, which multiply on the tensor
-// cores.
+// SCORERS, the groups of 128 threads that find scores, and TILES, of each of them; and scores_mma and sum_mma,
+// which multiply on the tensor cores.
 
 constexpr int J = 8 * NT;     // outputs, padded
 constexpr int D = 256;        // features of a block
@@ -40,8 +41,8 @@ constexpr int A =
     FIRST ? W32 + LOADED : DOT_OUT + (C - 1) * PART;  // [C][OWN] parts of W_A x_inp, in the first
 constexpr int A_OUT = A + FIRST * ROWS * 4;          // [ROWS]
 constexpr int UNIT_X = A_OUT + FIRST * ROWS * 4;     // [2][ROWS] units of x16
-constexpr int UNIT_PHI = UNIT_X + 2 * ROWS * 4;      // [ROWS]
-constexpr int UNIT_X_HAT = UNIT_PHI + ROWS * 4;      // [J]
+constexpr int UNIT_PHI = UNIT_X + FIRST * 2 * ROWS * 4;  // [ROWS]
+constexpr int UNIT_X_HAT = UNIT_PHI + FIRST * ROWS * 4;  // [J]
 constexpr int UNITS = UNIT_X_HAT + J * 4;            // [STAGES][WARPS] units of x as loaded
 constexpr int BARRIERS = UNITS + STAGES * WARPS * 4;  // for dot products (or W_A x_inp), and for phi
 
@@ -49,7 +50,8 @@ struct Arguments {
     const float *x, *W_A, *B_A, *sqrt_n_inp;                   // [i, d], [i, d], [i], [1]
     const unsigned short* x_hat;                               // [j, d] float16
     const float *unit_x_hat, *beta_use, *beta_ign, *W_S, *B_S;  // [j], [i, j] each
-    float *f, *units, *y, *s;  // [i], [C, i] of x; for each cluster [d, j], for each block [j]
+    float *f, *units, *unit_sums;  // [i], [i] of x, [1]; in the first to be found: [i], [C, i], for each block
+    float *y, *s;                  // for each cluster [d, j], for each block [j]
     int n, n_out, x_stride, W_stride;
 };
 
@@ -64,14 +66,15 @@ struct Block {
     float z[4 * TILES];  // parts of dot products, [i, j]
     float4 beta_use[TURNS], beta_ign[TURNS], W_S[TURNS], B_S[TURNS], sum_phi;
     float f[TURNS];  // or B_A
+    float unit_x[TURNS];
 
     INLINE Block(const Arguments& p, char* shared)
         : p(p), shared(shared), thread(threadIdx.x), lane(threadIdx.x % 32),
           warp(__shfl_sync(~0u, threadIdx.x / 32, 0)), group(warp / 4), rank(blockIdx.x % C),
           cluster(blockIdx.x / C), clusters(gridDim.x / C), next_row(cluster * ROWS + warp), next_load(0),
           slot(0), next_x(p.x + (size_t)next_row * p.x_stride + rank * D + lane * 4),
-          next_W(p.W_A + (size_t)next_row * p.W_stride + rank * D + lane * 4), unit_sums(1.17549435e-38f),
-          sum_phi(make_float4(0, 0, 0, 0)) {
+          next_W(p.W_A + (size_t)next_row * p.W_stride + rank * D + lane * 4),
+          unit_sums(FIRST ? 1.17549435e-38f : *p.unit_sums), sum_phi(make_float4(0, 0, 0, 0)) {
 #pragma unroll
         for (int i = 0; i < 4 * NT; ++i) sums[i] = 0.f;
     }
@@ -80,7 +83,7 @@ struct Block {
     INLINE int row_of(int k) const { return (k * clusters + cluster) * ROWS; }
     INLINE u32 barrier(bool phi) const { return address(shared + BARRIERS) + 8 * phi; }
     INLINE void expect_dot() { expect(barrier(false), FIRST ? ROWS * 4 : (C - 1) * PART); }
-    INLINE void expect_phi() { expect(barrier(true), (ROWS - OWN) * (NT * 16 + 4)); }
+    INLINE void expect_phi() { expect(barrier(true), (ROWS - OWN) * (NT * 16 + FIRST * 4)); }
 
     INLINE void prepare() {
         if (thread == 0) {
@@ -101,7 +104,8 @@ struct Block {
         // Before the first rows there are none to be added.
         for (int i = thread; i < (X32 - X16) / 16; i += THREADS)
             ((uint4*)(shared + X16))[i] = make_uint4(0, 0, 0, 0);
-        for (int i = thread; i < 2 * ROWS; i += THREADS) at(UNIT_X)[i] = at(UNIT_PHI)[i % ROWS] = 0.f;
+        if (FIRST)
+            for (int i = thread; i < 2 * ROWS; i += THREADS) at(UNIT_X)[i] = at(UNIT_PHI)[i % ROWS] = 0.f;
         written();
         __syncthreads();
         cluster_sync();
@@ -119,7 +123,7 @@ struct Block {
         }
         if (!FIRST && lane == 0)
             load_4(address(shared + UNITS) + (slot * WARPS + warp) * 4,
-                   p.units + (inside ? (size_t)rank * p.n + next_row : 0), inside);
+                   p.units + (inside ? next_row : 0), inside);
         loads_commit();
         next_load = (next_load + 1) % LOADS;
         int step = next_load ? WARPS : clusters * ROWS - (LOADS - 1) * WARPS;
@@ -148,7 +152,7 @@ struct Block {
             }
             *(uint2*)to = make_uint2(halves(a.x * by, a.y * by), halves(a.z * by, a.w * by));
             *(uint2*)(to + 2 * TILE) = make_uint2(halves(b.x * by, b.y * by), halves(b.z * by, b.w * by));
-            if (lane == 0) at(UNIT_X)[k % 2 * ROWS + q * WARPS + warp] = unit;
+            if (FIRST && lane == 0) at(UNIT_X)[k % 2 * ROWS + q * WARPS + warp] = unit;
             if (!FIRST) __syncwarp();  // the place of the unit is free
             fetch();
         }
@@ -161,6 +165,7 @@ struct Block {
     // Groups share the tiles; where these do not divide, the last ends where they do, and skips what it shares.
     INLINE int first_tile() const { return min(group * TILES, NT - TILES); }
     INLINE void score(int k) {
+        if (group >= SCORERS) return;
         const u64 a = matrix(address(shared + X16) + k % 2 * (D / 64) * TILE),
                   b = matrix(address(shared + X_HAT) + first_tile() * 1024);
         mma_begin();
@@ -172,20 +177,19 @@ struct Block {
         mma_wait(z);
     }
     // A thread has two columns of two rows of each tile.
-    INLINE void stage_scores(int k) {
+    INLINE void stage_scores() {
+        if (group >= SCORERS) return;
         const int lane = again(thread) % 32, first = first_tile(), skip = group * TILES - first;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             int row = warp % 4 * 16 + lane / 4 + 8 * h, to = row / OWN;
-            float unit = at(UNIT_X)[k % 2 * ROWS + row];
             char* place =
                 shared + (to == rank ? DOT + rank * PART : DOT_OUT + (to + C - rank - 1) % C * PART);
             place += (row % OWN * J + first * 8 + lane % 4 * 2) * 4;
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
                 if (t >= skip)
-                    *(float2*)(place + t * 32) =
-                        make_float2(z[4 * t + 2 * h] * unit, z[4 * t + 2 * h + 1] * unit);
+                    *(float2*)(place + t * 32) = make_float2(z[4 * t + 2 * h], z[4 * t + 2 * h + 1]);
         }
         written();
     }
@@ -221,6 +225,15 @@ struct Block {
                                   times(phi->w, both));
         written();
     }
+    // All of phi is there, what this block has of it itself too, and the tensor cores see it.
+    INLINE void settle_phi(int k) {
+        if (!FIRST) written();
+        __syncthreads();
+        if (FIRST) {
+            rescale(k);
+            __syncthreads();
+        }
+    }
     INLINE void start_adding(int k) {
         const u64 a = matrix(address(shared + X16) + (k % 2 * (D / 64) + group) * TILE),
                   b = matrix(address(shared + PHI), TILE);
@@ -241,6 +254,7 @@ struct Block {
             if (!FIRST) W_S[turn] = load_once(p.W_S + pair, inside);
             if (!FIRST) B_S[turn] = load_once(p.B_S + pair, inside);
             f[turn] = here ? (FIRST ? p.B_A[row] : p.f[row]) : 0.f;
+            if (!FIRST) unit_x[turn] = here ? p.units[row] : 0.f;
         }
     }
     INLINE void find_R(float (&R)[4], int turn, int own, int j) {
@@ -253,8 +267,9 @@ struct Block {
                 z.x += part.x, z.y += part.y, z.z += part.z, z.w += part.w;
             }
             float4 unit = *(float4*)(shared + UNIT_X_HAT + j * 4), w = W_S[turn], b = B_S[turn];
-            z.x = z.x * unit.x * w.x + b.x, z.y = z.y * unit.y * w.y + b.y, z.z = z.z * unit.z * w.z + b.z,
-            z.w = z.w * unit.w * w.w + b.w;
+            const float u = unit_x[turn];
+            z.x = z.x * u * unit.x * w.x + b.x, z.y = z.y * u * unit.y * w.y + b.y,
+            z.z = z.z * u * unit.z * w.z + b.z, z.w = z.w * u * unit.w * w.w + b.w;
         }
         float total = 0.f;
 #pragma unroll
@@ -295,16 +310,21 @@ struct Block {
             for (int i = 0; i < 4; ++i)
                 phi[i] = here ? f[turn] * ((item(use, i) + item(ign, i)) * phi[i] - item(ign, i)) : 0.f;
             sum_phi.x += phi[0], sum_phi.y += phi[1], sum_phi.z += phi[2], sum_phi.w += phi[3];
-            // The unit from a bound of phi, at hand before phi is.
-            float bound = fmaxf(fmaxf(fabsf(use.x) + fabsf(ign.x), fabsf(use.y) + fabsf(ign.y)),
-                                fmaxf(fabsf(use.z) + fabsf(ign.z), fabsf(use.w) + fabsf(ign.w)));
-            float unit = unit_of(warp_max(bound) * f[turn]), by = per(unit);
+            float unit, by;
+            if (FIRST) {  // from a bound of phi, in every iteration
+                float bound = fmaxf(fmaxf(fabsf(use.x) + fabsf(ign.x), fabsf(use.y) + fabsf(ign.y)),
+                                    fmaxf(fabsf(use.z) + fabsf(ign.z), fabsf(use.w) + fabsf(ign.w)));
+                unit = unit_of(warp_max(bound) * f[turn]), by = per(unit);
+            } else {  // that of x_inp goes to phi, in units of the sums
+                by = unit_x[turn] * per(unit_sums);
+            }
             u32 low = halves(phi[0] * by, phi[1] * by), high = halves(phi[2] * by, phi[3] * by);
             u32 next_low = __shfl_xor_sync(~0u, low, 1), next_high = __shfl_xor_sync(~0u, high, 1);
             uint4 eight = lane % 2 ? make_uint4(next_low, next_high, low, high)
                                    : make_uint4(low, high, next_low, next_high);
             if (own < OWN) send_phi(eight, unit, rank * OWN + own, lane);
         }
+        if (!FIRST) written();
     }
     INLINE void send_phi(uint4 eight, float unit, int r, int lane) {
         const int c = lane / 2;
@@ -317,6 +337,7 @@ struct Block {
             else if (c < NT && other < C)
                 send(remote(address(place), other), remote(barrier(true), other), eight);
         }
+        if (!FIRST) return;
         if (lane == rank)
             at(UNIT_PHI)[r] = unit;
         else if (lane < C)
@@ -325,6 +346,7 @@ struct Block {
 
     // y and s of this block, to be summed over clusters.
     INLINE void finish() {
+        if (FIRST && thread == 0) p.unit_sums[blockIdx.x] = unit_sums;
         size_t d = rank * D + group * 64 + warp % 4 * 16 + lane / 4;
         float* to = p.y + ((size_t)cluster * C * D + d) * J + lane % 4 * 2;
 #pragma unroll
@@ -350,11 +372,11 @@ struct Block {
 extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 1)
     iteration(const float* x, const float* W_A, const float* B_A, const float* sqrt_n_inp,
               const unsigned short* x_hat, const float* unit_x_hat, const float* beta_use,
-              const float* beta_ign, const float* W_S, const float* B_S, float* f, float* units, float* y,
-              float* s, int n, int n_out, int x_stride, int W_stride) {
+              const float* beta_ign, const float* W_S, const float* B_S, float* f, float* units,
+              float* unit_sums, float* y, float* s, int n, int n_out, int x_stride, int W_stride) {
     extern __shared__ __align__(1024) char shared[];
-    const Arguments p{x,   W_A, B_A,   sqrt_n_inp, x_hat, unit_x_hat, beta_use, beta_ign, W_S,
-                      B_S, f,   units, y,          s,     n,          n_out,    x_stride, W_stride};
+    const Arguments p{x,   W_A, B_A,   sqrt_n_inp, x_hat, unit_x_hat, beta_use, beta_ign, W_S,     B_S,
+                      f,   units, unit_sums, y, s, n, n_out, x_stride, W_stride};
     Block block(p, shared);
     const int rounds = ((n + ROWS - 1) / ROWS - block.cluster + block.clusters - 1) / block.clusters;
     block.prepare();
@@ -365,12 +387,10 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
             units[(size_t)block.rank * n + row] = block.at(UNIT_X)[k % 2 * ROWS + threadIdx.x];
         if (!FIRST) block.score(k);
         if (k) wait(block.barrier(true), k - 1);  // for phi of the rows before: so their dot products were read
-        __syncthreads();                          // and for what this block has of phi itself
-        block.rescale(k + 1);
+        block.settle_phi(k + 1);
         if (threadIdx.x == 0 && k) block.expect_phi();
-        __syncthreads();
         block.start_adding(k + 1);  // the rows before
-        if (!FIRST) block.stage_scores(k);
+        if (!FIRST) block.stage_scores();
         block.load_pairs(k);
         mma_wait(block.sums);
         // Of the row that this thread sends: the next rows go to the same place.
@@ -389,9 +409,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
     }
     if (rounds > 0) {
         wait(block.barrier(true), rounds - 1);
-        __syncthreads();
-        block.rescale(rounds - 1);
-        __syncthreads();
+        block.settle_phi(rounds - 1);
         block.start_adding(rounds - 1);
         mma_wait(block.sums);
     }

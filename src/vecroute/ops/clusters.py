@@ -60,15 +60,17 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
     j = -(-p.n_out // 8) * 8
     y_parts, s_parts = y.new_empty(n_clusters, d, j), y.new_empty(n_clusters * c, j)  # [., d, j], [., j]
     if first:
-        p.units = y.new_empty(c, i)  # [c, i]
-        halves = units = y  # not read
+        units, unit_sums = y.new_empty(c, i), y.new_empty(n_clusters * c)  # [c, i], [.]
+        halves = unit_x_hat = y  # not read
     else:
-        units = row_weights(x_hat)[0] / 2**14  # [j, 1]
-        halves = (x_hat[0] / units).half()  # [j, d]
+        assert p.units is not None
+        units, unit_sums = p.units  # [i], []
+        unit_x_hat = row_weights(x_hat)[0] / 2**14  # [j, 1]
+        halves = (x_hat[0] / unit_x_hat).half()  # [j, d]
     w, x = p.w, p.x_inp[0]  # [i, d]
     arguments = [
-        x, w.W_A, w.B_A, p.sqrt_n_inp, halves, units, w.beta_use, w.beta_ign, w.W_S, w.B_S, f_a_inp, p.units,
-        y_parts, s_parts, i, p.n_out, x.stride(0), w.W_A.stride(0),
+        x, w.W_A, w.B_A, p.sqrt_n_inp, halves, unit_x_hat, w.beta_use, w.beta_ign, w.W_S, w.B_S, f_a_inp,
+        units, unit_sums, y_parts, s_parts, i, p.n_out, x.stride(0), w.W_A.stride(0),
     ]  # fmt: skip
     with torch.cuda.device(device):
         launch(
@@ -77,6 +79,8 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
             args=arguments,
             shared_mem=shared_bytes(c, p.n_out, first),
         )
+    if first:
+        p.units = units.amax(0), unit_sums.amax(0)  # [i], []
     y[0] = y_parts.sum(0).mT[: p.n_out]  # [j, d]
     torch.sum(s_parts[:, : p.n_out], 0, out=s[0])  # [j]
 
@@ -93,11 +97,22 @@ def kernel(c: int, n_out: int, first: bool, device: torch.device) -> tuple[Any, 
 def source(c: int, n_out: int, first: bool) -> str:
     """The kernel for sizes that it has as constants."""
     tiles = -(-n_out // 8)
-    of_group = -(-tiles // 4)  # of scores
-    constants = f"constexpr int C = {c}, NT = {tiles}, FIRST = {int(first)}, TILES = {of_group};\n"
+    n_scorers = scorers(c)
+    of_group = -(-tiles // n_scorers)
+    constants = f"constexpr int C = {c}, NT = {tiles}, FIRST = {int(first)};\n"
+    constants += f"constexpr int SCORERS = {n_scorers}, TILES = {of_group};\n"
     scores = hopper.multiplication("scores_mma", of_group)
     sums = hopper.multiplication("sum_mma", tiles, transposed=1)
     return hopper.source("clusters.cu", constants, scores, sums)
+
+
+def scorers(c: int) -> int:
+    """How many groups of 128 threads find scores, of four.
+
+    Each reads all of x_inp, so that few are faster; but blocks of a cluster of two have twice as many rows to
+    compete, and no registers left for it.
+    """
+    return 4 if c == 2 else 2
 
 
 def shared_bytes(c: int, n_out: int, first: bool) -> int:
@@ -105,8 +120,8 @@ def shared_bytes(c: int, n_out: int, first: bool) -> int:
     rows, warps, stages, j = 64, 16, 4 if first else 3, -(-n_out // 8) * 8
     loaded = stages * warps * D * 4
     tiles = 2 * rows * D * 2 + 2 * rows * 128  # x_inp and phi
-    others = loaded + 2 * rows * 4 if first else j * D * 2 + (2 * c - 1) * (rows // c) * j * 4
-    return tiles + loaded + others + 3 * rows * 4 + j * 4 + stages * warps * 4 + 16
+    others = loaded + 5 * rows * 4 if first else j * D * 2 + (2 * c - 1) * (rows // c) * j * 4
+    return tiles + loaded + others + j * 4 + stages * warps * 4 + 16
 
 
 class LaunchConfig(ctypes.Structure):

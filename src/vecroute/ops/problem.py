@@ -41,7 +41,7 @@ class Problem:
     tuning: Tuning
     implementation: str
     group: str = ""  # of the ranks that hold the other inputs
-    units: Tensor | None = None  # [c, i] of rows of x_inp, from the first iteration in ``clusters``
+    units: tuple[Tensor, Tensor] | None = None  # [i] and [], from the first iteration in ``clusters``
     copies: dict[str, Tensor] = field(default_factory=dict)  # from ``in_dtype``
 
     @cached_property
