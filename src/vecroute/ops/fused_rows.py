@@ -198,12 +198,15 @@ def n_processors(device: torch.device) -> int:
 def blocks_of_rows(n_out: int, *, first: bool, backward: bool) -> dict[str, int]:
     """How the kernels are compiled, and how many programs of them a multiprocessor has at once.
 
-    Each thread has eight outputs or, where it has most to do, four.
+    Each thread has eight outputs or so, and as many registers as leave room for those programs.
     """
     block_j = triton.next_power_of_2(n_out)
-    num_warps = max(4, block_j // (128 if backward and not first else 256))
-    programs = 65536 // (64 * 32 * num_warps)  # each thread with 64 registers
-    return {"BLOCK_J": block_j, "STAGES": 2, "num_warps": num_warps, "maxnreg": 64, "programs": programs}
+    num_warps = max(4, min(16, block_j // 256))
+    maxnreg = 128 if backward and not first else 64
+    return {
+        "BLOCK_J": block_j, "STAGES": 2, "num_warps": num_warps, "maxnreg": maxnreg,
+        "programs": 65536 // (maxnreg * 32 * num_warps),
+    }  # fmt: skip
 
 
 def cut(like: Chunk, device: torch.device, programs: int) -> tuple[int, int]:
