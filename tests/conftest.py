@@ -51,7 +51,7 @@ def no_compiler(monkeypatch):
     from vecroute.ops import clusters, input_gradient
 
     def fail(*args, **kwargs):
-        raise OSError("no toolkit")
+        raise OSError("no compiler")
 
     cached = clusters.kernel, clusters.has_kernels, input_gradient.kernel, input_gradient.has_kernel
     monkeypatch.setattr(torch.cuda, "_compile_kernel", fail)

@@ -5,9 +5,10 @@ import torch
 from constants import named_constants
 from samples import with_noise
 from tolerance import assert_as_good, twin
+from torch.utils import cpp_extension
 
 import vecroute as vr
-from vecroute.ops import clusters
+from vecroute.ops import clusters, hopper
 
 GPU = pytest.mark.gpu
 CASES = [  # n_inp, n_out, d_inp, n_iters
@@ -64,6 +65,15 @@ def test_source_has_the_sizes():
     assert source.index("INLINE void sum_mma") < source.index("struct Block")
 
 
+def test_no_toolkit_is_needed(monkeypatch):
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    with pytest.raises(OSError, match="CUDA_HOME"):
+        cpp_extension.include_paths("cuda")
+    with hopper.without_headers():
+        cpp_extension.include_paths("cuda")
+    assert cpp_extension.CUDA_HOME is None
+
+
 def test_a_cpu_goes_another_way(monkeypatch, tf32):
     monkeypatch.setattr(clusters, "LEAST_ROWS", 1)
     monkeypatch.setattr(clusters, "iterate", None)
@@ -79,6 +89,15 @@ def test_x_out_is_as_good_as_tf32(case, calls, nan_filled_memory):
     n_inp, _, d_inp, n_iters = case
     assert_x_out_as_good(make(*case), torch.randn(n_inp, d_inp))
     assert len(calls) == n_iters
+
+
+@GPU
+def test_x_out_without_a_toolkit(calls, monkeypatch):
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    clusters.kernel.cache_clear()
+    clusters.has_kernels.cache_clear()
+    assert_x_out_as_good(make(100, 40, 512), torch.randn(100, 512))
+    assert calls
 
 
 @GPU

@@ -1,12 +1,14 @@
 """CUDA C++ for GPUs of compute capability 9.0 (Hopper), compiled by PyTorch when it is first called."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import torch
 
-CANNOT_COMPILE = (OSError, RuntimeError, AttributeError)  # no toolkit, or a PyTorch that does not
+CANNOT_COMPILE = (ImportError, OSError, RuntimeError, AttributeError)  # no NVRTC, or a PyTorch that does not
 
 
 @cache
@@ -50,7 +52,20 @@ def multiplication(
 
 def compiled(text: str, name: str, shared: int, device: torch.device) -> Any:
     """A kernel that may have so many bytes of shared memory; or one of ``CANNOT_COMPILE`` is raised."""
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), without_headers():
         kernel = torch.cuda._compile_kernel(text, name, compute_capability="90a")
         kernel.set_shared_memory_config(shared)
     return kernel
+
+
+@contextmanager
+def without_headers() -> Iterator[None]:
+    """PyTorch gives NVRTC the headers of the CUDA toolkit, and fails where there are none: ours need none."""
+    from torch.utils import cpp_extension
+
+    before = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = before or ""
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = before
