@@ -79,10 +79,10 @@ class StreamedSteps:
         """
         p = self.p
         grads = passes.new_grads(p, 2)
-        into = passes.InputGradient(p, 2, need_grad_x, grads.get("W_A"))
         grad_f = torch.zeros_like(self.f_a_inp)  # [b, i]
         shared = self.f_a_inp, self.kept
         with tf32_under_autocast(p):
+            into = passes.InputGradient(p, 2, need_grad_x, grads.get("W_A"))
             g = p.steps.predicted(p, x_out)  # [b, j, d]
             M = into.new_matrix(p, first=False)  # [b, 2 j, d]
             grad_s = p.steps.outputs_backward(p, grad, y, s, grads, M[:, : p.n_out])  # [b, j]
