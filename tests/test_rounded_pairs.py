@@ -6,7 +6,7 @@ from samples import with_noise
 from tolerance import rms, twin, upstream
 
 import vecroute as vr
-from vecroute.ops import Tuning, chunks, fused, fused_rows, fused_steps, passes
+from vecroute.ops import Tuning, chunks, fused, fused_rows, passes
 from vecroute.ops import problem as problems
 from vecroute.ops.chunks import Chunk, Room, as_operand
 from vecroute.ops.library import operator_arguments, problem
@@ -89,6 +89,19 @@ def assert_within_autocast(layer: vr.VectorRouting, x_inp: torch.Tensor, **optio
 def test_errors_are_those_of_autocast(case, nan_filled_memory):
     batch, n_inp, *rest = case
     assert_within_autocast(make(n_inp, *rest), torch.randn(*batch, n_inp, 32))
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+def test_steps_are_rounded_too(batch, fixed, monkeypatch, nan_filled_memory):
+    """As they are on a GPU, where the tolerance rule holds: the interpreter cuts digits off each time."""
+    monkeypatch.setattr(problems.Problem, "step_dtype", torch.bfloat16)
+    layer, x_inp = make(40 if fixed else None, 24, 3), torch.randn(*batch, 40, 32)
+    got, truth = under_autocast(layer, x_inp), under_autocast(twin(layer, torch.float64), x_inp.double())
+    for name, exact in truth.items():
+        if exact.numel() > 1:
+            error = rms(got[name] - exact) / rms(exact)
+            assert 1e-4 < error < 0.05, f"{name}: {error}"
 
 
 def test_what_is_rounded(dtypes):
@@ -230,8 +243,8 @@ def test_x_inp_is_rounded_once_if_it_is_small(monkeypatch):
 
 
 def test_weights_are_rounded_once(monkeypatch):
-    monkeypatch.setattr(fused_steps, "step_dtype", lambda p: torch.bfloat16)
     p = make_problem(make(20, 16, 2), torch.randn(20, 32))
+    monkeypatch.setattr(p, "step_dtype", torch.bfloat16)
     y, s, grads = torch.randn(1, 16, 32), torch.randn(1, 16), problems.Grads()
     x_out = p.steps.outputs(p, y, s)
     p.steps.predictions_backward(p, y, x_out, p.steps.predicted(p, x_out), grads)

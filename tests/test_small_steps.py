@@ -114,6 +114,11 @@ def test_vectors_are_normalised_and_rounded_at_once(size, nan_filled_memory):
     torch.testing.assert_close(v.float(), exact, rtol=2**-7, atol=1e-6)
     torch.testing.assert_close(of_rows, [mean, rstd], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(fused_norm.normalized(x, torch.float32)[0], exact, rtol=0, atol=0)
+    grad_v, in_float64 = torch.randn(size).bfloat16(), x.double().requires_grad_()
+    nnf.layer_norm(in_float64, size[-1:]).backward(grad_v.double())
+    for each in (grad_v, grad_v.float()):
+        grad = fused_norm.normalized_backward(each, x, *of_rows)
+        torch.testing.assert_close(grad, in_float64.grad.float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("b", [1, 3])
@@ -131,7 +136,7 @@ def test_rounded_operands(b, monkeypatch, nan_filled_memory):
         return {**grads, **found, "grad_s": grad_s, "grad_x_out": grad_x_out}
 
     exact = results()
-    monkeypatch.setattr(fused_steps, "step_dtype", lambda p: torch.bfloat16)
+    monkeypatch.setattr(p, "step_dtype", torch.bfloat16)
     for name, value in results().items():
         error = (value - exact[name]).norm() / exact[name].norm()
         if name in ("B_F2", "B_G2", "grad_s"):

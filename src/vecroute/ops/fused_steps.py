@@ -12,7 +12,7 @@ from torch import Tensor
 from vecroute.ops.chunked_steps import scaled as scaled
 from vecroute.ops.common import normalize
 from vecroute.ops.fused import triton_dtype
-from vecroute.ops.fused_norm import normalized
+from vecroute.ops.fused_norm import normalized, normalized_backward
 from vecroute.ops.fused_pairs import add_to
 from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import add_product
@@ -55,7 +55,7 @@ def scores_matrix_kernel(
         m = m_row & (o_d < d_inp)
         b_W = tl.load(W_G2 + j * d_inp + o_d, mask=m, other=0.0).to(T)
         b_B = tl.load(B_G2 + j * d_inp + o_d, mask=m, other=0.0).to(T)
-        x_hat = b_W * tl.load(g + row * d_inp + o_d, mask=m, other=0.0) + b_B
+        x_hat = b_W * tl.load(g + row * d_inp + o_d, mask=m, other=0.0).to(T) + b_B
         if not FIXED:
             x_hat *= tl.load(W_S + j, mask=m_row, other=0.0).to(T)
         tl.store(out + b * out_b + j * d_inp + o_d, x_hat.to(out.dtype.element_ty), mask=m)
@@ -182,7 +182,7 @@ def predictions_backward_kernel(
 def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``chunked_steps.outputs``."""
     (b, j, d), h = y.shape, p.w.B_F2.shape[1]
-    u = torch.empty_like(y, dtype=step_dtype(p))  # [b, j, d]
+    u = torch.empty_like(y, dtype=p.step_dtype)  # [b, j, d]
     x_out = y.new_empty(b, j, h) if out is None else out  # [b, j, h]
     blocks = row_blocks(max(d, h))
     outputs_kernel[triton.cdiv(b * j, blocks["BLOCK_R"]),](
@@ -194,8 +194,8 @@ def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tens
 
 def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``chunked_steps.predicted``."""
-    g = x_out.new_empty(*x_out.shape[:2], p.w.W_G1.shape[1]) if out is None else out  # [b, j, d]
-    dtype = step_dtype(p)
+    dtype, size = p.step_dtype, (*x_out.shape[:2], p.w.W_G1.shape[1])
+    g = x_out.new_empty(size, dtype=dtype) if out is None else out  # [b, j, d]
     rounds = dtype != x_out.dtype and x_out.shape[-1] > 1
     v = normalized(x_out, dtype)[0] if rounds else normalize(x_out).to(dtype)  # [b, j, h]
     add_product(g.flatten(0, 1), v.flatten(0, 1), p.in_dtype("W_G1", p.w.W_G1, v.dtype), fresh=True)
@@ -217,7 +217,7 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
     """As ``chunked_steps.outputs_backward``."""
     (b, j, d), h = y.shape, grad_x_out.shape[-1]
     grad_x_out, s = grad_x_out.contiguous(), s.contiguous()  # [b, j, h], [b, j]
-    dtype, rounds = step_dtype(p), step_dtype(p) != p.dtype
+    dtype, rounds = p.step_dtype, p.step_dtype != p.dtype
     rounded = torch.empty_like(grad_x_out, dtype=dtype) if rounds else grad_x_out  # [b, j, h]
     grad_u, u = torch.empty_like(y, dtype=dtype), torch.empty_like(y, dtype=dtype)  # [b, j, d] each
     sums, by_row = sum_blocks(b), row_blocks(h)
@@ -249,8 +249,8 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
 
 def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: Grads) -> Tensor:
     """As ``chunked_steps.predictions_backward``."""
-    (b, j, d), size = g.shape, x_out.shape[-1:]
-    grad_g = torch.empty_like(g, dtype=step_dtype(p))  # [b, j, d]
+    (b, j, d), h = g.shape, x_out.shape[-1]
+    grad_g = torch.empty_like(g, dtype=p.step_dtype)  # [b, j, d]
     blocks, (parts, step) = sum_blocks(b), parts_of(b, j * d)
     grad_W, fresh = sums_of(p, grads, "W_G2", parts)  # [parts, j, d]
     grad_B, _ = sums_of(p, grads, "B_G2", parts)  # [parts, j, d]
@@ -261,24 +261,12 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
     add_parts(grads, "W_G2", grad_W)
     add_parts(grads, "B_G2", grad_B)
     v, rows = x_out, grad_g.view(-1, d)  # [b, j, h], [b j, d]
-    if size[0] > 1:
+    if h > 1:
         v, mean, rstd = normalized(x_out, rows.dtype)  # [b, j, h], [b, j, 1] twice
     add_gradient(p, grads, "W_G1", v.flatten(0, 1).to(rows.dtype).mT, rows)
-    grad_v = torch.empty_like(x_out)  # [b, j, h]
-    add_product(grad_v.view(-1, size[0]), rows, p.in_dtype("W_G1", p.w.W_G1, rows.dtype).mT, fresh=True)
-    if size[0] > 1:
-        grad_v, _, _ = torch.ops.aten.native_layer_norm_backward(
-            grad_v, x_out, size, mean, rstd, None, None, [True, False, False]
-        )  # [b, j, h]
-    return grad_v
-
-
-def step_dtype(p: Problem) -> torch.dtype:
-    """Of operands of F and G: not float16, whose range sums over many inputs may leave.
-
-    On a CPU kernels are interpreted, which cuts digits off instead of rounding to bfloat16.
-    """
-    return p.operand_dtype if p.x_inp.is_cuda and p.rounded == torch.bfloat16 else p.dtype
+    grad_v = torch.empty_like(x_out, dtype=rows.dtype)  # [b, j, h]
+    add_product(grad_v.view(-1, h), rows, p.in_dtype("W_G1", p.w.W_G1, rows.dtype).mT, fresh=True)
+    return grad_v.to(p.dtype) if h == 1 else normalized_backward(grad_v, x_out, mean, rstd)
 
 
 def row_blocks(n: int) -> dict[str, int]:

@@ -81,11 +81,11 @@ def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, imple
     p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, group)
     b, (j, h), d = sqrt_n_inp.shape[0], p.w.B_F2.shape, x_inp.shape[-1]
 
-    def empty(*shape: int) -> Tensor:
-        return x_inp.new_empty(*shape, dtype=p.dtype)
+    def empty(*shape: int, dtype: torch.dtype = p.dtype) -> Tensor:
+        return x_inp.new_empty(*shape, dtype=dtype)
 
     saved = (empty(n_iters, b, j, d), empty(n_iters, b, j), empty(n_iters - 1, b, j, h),
-             empty(n_iters - 1, b, j, d), empty(*x_inp.shape[:2]))  # fmt: skip
+             empty(n_iters - 1, b, j, d, dtype=p.step_dtype), empty(*x_inp.shape[:2]))  # fmt: skip
     kept = new_kept(p, n_iters)
     return empty(b, j, h), empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs)), *saved, kept
 

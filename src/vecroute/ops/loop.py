@@ -24,11 +24,12 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     """
     b, (j, h), d = p.sqrt_n_inp.shape[0], p.w.B_F2.shape, p.x_inp.shape[-1]
 
-    def empty(*shape: int) -> Tensor:
-        return p.x_inp.new_empty(*shape, dtype=p.dtype)
+    def empty(*shape: int, dtype: torch.dtype = p.dtype) -> Tensor:
+        return p.x_inp.new_empty(*shape, dtype=dtype)
 
     y, s = empty(n_iters, b, j, d), empty(n_iters, b, j)  # [t, b, j, d], [t, b, j]
-    before, g = empty(n_iters - 1, b, j, h), empty(n_iters - 1, b, j, d)  # [t - 1, b, j, h], [t - 1, b, j, d]
+    before = empty(n_iters - 1, b, j, h)  # [t - 1, b, j, h]
+    g = empty(n_iters - 1, b, j, d, dtype=p.step_dtype)  # [t - 1, b, j, d]
     f_a_inp = empty(*p.x_inp.shape[:2])  # [b, i]
     kept = passes.new_kept(p, n_iters)
     M = None

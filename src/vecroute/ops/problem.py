@@ -86,6 +86,15 @@ class Problem:
         return self.operand_dtype if rounds else self.dtype
 
     @cached_property
+    def step_dtype(self) -> torch.dtype:
+        """The dtype of operands of F and G, and of g; not float16, whose range sums over inputs may leave.
+
+        On a CPU kernels are interpreted, which cuts digits off instead of rounding to bfloat16.
+        """
+        rounds = self.implementation == "fused" and self.x_inp.is_cuda and self.rounded == torch.bfloat16
+        return self.operand_dtype if rounds else self.dtype
+
+    @cached_property
     def offsets(self) -> list[int] | None:
         """cu_seqlens on the host."""
         return None if self.cu_seqlens is None else self.cu_seqlens.tolist()
