@@ -17,11 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vecroute.ops import arrange, fused_activations, fused_halves, fused_norm, fused_pairs, fused_product
-from vecroute.ops import fused_rows, fused_steps
+from vecroute.ops import fused_rows, fused_steps, fused_sums
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
 POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
-POINTERS += " beta_use beta_ign sums"
+POINTERS += " beta_use beta_ign sums values"
 POINTERS = POINTERS.split()
 
 
@@ -48,15 +48,17 @@ def compile(kernel, num_warps, descriptors={}, **constants):
 blocks = {"BLOCK_I": 8, "BLOCK_J": 128, "TILES": 2, "VEC": 4, "T": tl.float32}
 fixed = {"FIRST": False, "FIXED": True, "FLAT": False, "MASKED": True, "TRANSPOSED": True, **blocks}
 variable = {"FIRST": True, "FIXED": False, "FLAT": True, "MASKED": False, "TRANSPOSED": False, **blocks}
-fixed["C_OF_ALL"], variable["C_OF_ALL"] = True, False
+fixed |= {"C_OF_ALL": True, "BOTH": False, "PRIOR": 0.0}
+variable |= {"C_OF_ALL": False, "BOTH": True, "PRIOR": 0.01}
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=False, **fixed)
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=True, **variable)
-whole = {"RESULTS_OF_ALL": True, "GRADS_OF_ALL": True, "PRIOR": 0.01}
+whole = {"RESULTS_OF_ALL": True, "GRADS_OF_ALL": True}
 one_tile = fixed | whole | {"TILES": 1}
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=False, HALVED=True, **one_tile)
 of_halves = {"pairs": "*bf16", "results": "*fp16"}
 compile(fused_pairs.coefficients_backward_kernel, 8, of_halves, ADDS_UP=False, HALVED=True, **one_tile)
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable, **whole)
+compile(fused_sums.sum_rows_kernel, 8, BLOCK_I=1024, BLOCK_J=8, VEC=4, T=tl.float32)
 compile(fused_pairs.sum_samples_kernel, 4, BLOCK_B=32, BLOCK_N=32, T=tl.float32)
 pairs = dict.fromkeys(("pairs", "dot", "phi", "waiting"), "*bf16")
 for first in (True, False):
@@ -93,7 +95,7 @@ def test_every_kernel_compiles():
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 23
+    assert len(done.stdout.split()) == 24
 
 
 def log_of_compilation(source: str) -> str:

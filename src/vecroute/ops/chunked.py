@@ -127,12 +127,18 @@ def turn(
 
 def betas(p: Problem, chunk: Chunk, c, first: bool, room: Room) -> tuple[Tensor, Any]:
     """c_sum and c_ign, [b or 1, i, j] each; or under the flat prior their combination, and None."""
-    n_out = p.n_out
+    n_out, flat = p.n_out, p.is_flat(first)
+    if c is not None and c.shape[-1] == n_out:
+        return c, None
     if c is not None:
-        return (c, None) if c.shape[-1] == n_out else (c[..., :n_out], c[..., n_out:])
+        c_sum, c_ign = c[..., :n_out], c[..., n_out:]  # [b, i, j] each
+        if not flat:
+            return c_sum, c_ign
+        out = room.take("c", c, *c_sum.shape)  # [b, i, j]
+        return torch.mul(c_sum, p.prior, out=out).sub_(c_ign), None  # [b, i, j]
     use, ign = p.w.beta_use[chunk.rows].to(p.dtype), p.w.beta_ign[chunk.rows].to(p.dtype)  # [i, j]
     out = room.take("c", use, *use.shape)  # [i, j]
-    if first and (p.use is None or p.use.shape[-1] == 1):
+    if flat:
         return torch.mul(use, p.prior, out=out).add_(ign, alpha=p.prior - 1)[None], None  # [1, i, j]
     return torch.add(use, ign, out=out)[None], ign[None]  # [1, i, j]
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from vecroute.ops.chunks import Chunk, Room, has_all_rows, of_chunk
+from vecroute.ops.chunks import Chunk, has_all_rows, of_chunk
 from vecroute.ops.problem import Problem, over_samples
 from vecroute.ops.products import multiplier
 
@@ -35,7 +35,7 @@ class Columns:
         column of a_inp.
         """
         self.p, self.own, self.first, self.forward = p, own, first, forward
-        self.flat = self.first and (p.use is None or p.use.shape[-1] == 1)
+        self.flat = p.is_flat(first)
         self.kept: Any = kept if len(kept) else None
         self.filling = self.forward and self.kept is not None and self.first == p.variable
         self.adds_up = adds_up and p.variable
@@ -50,7 +50,7 @@ class Columns:
         flat = self.flat and not self.filling
         self.n_c = p.n_out if flat else 2 * p.n_out
         if self.kept is None or self.filling:
-            B_c = self._flatten(p.B_c, 0) if flat else p.B_c  # [j or 2 j]
+            B_c = self._flatten(p.B_c) if flat else p.B_c  # [j or 2 j]
             self.computed = self._with_activations(flat)  # [q - k, d]
             self.n_computed += len(self.computed)
             self.bias = nnf.pad(B_c, (n_own, len(self.computed) - len(B_c)))  # [q]
@@ -63,16 +63,17 @@ class Columns:
             self.a += p.n_out if flat else 2 * p.n_out
             self.n += len(self.shared)
 
-    def _flatten(self, c: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
-        c_sum, c_ign = c.chunk(2, dim)
-        return torch.mul(c_sum, self.p.prior, out=out).sub_(c_ign)
+    def _flatten(self, c: Tensor) -> Tensor:
+        c_sum, c_ign = c.chunk(2)
+        return torch.mul(c_sum, self.p.prior).sub_(c_ign)
 
     def _with_activations(self, flat: bool) -> Tensor:
         """Rows that give c; in the first iteration W_A is one more, and zeros that keep columns aligned."""
-        W = self._flatten(self.p.W_c, 0) if flat else self.p.W_c  # [j or 2 j, d]
+        W = self._flatten(self.p.W_c) if flat else self.p.W_c  # [j or 2 j, d]
         if not self.first:
             return W
-        zeros = W.new_zeros(-(self.n_own + len(W) + 1) % 8, W.shape[1])  # [0 to 7, d]
+        n_zeros = aligned(self.n_own + len(W) + 1) - (self.n_own + len(W) + 1)
+        zeros = W.new_zeros(n_zeros, W.shape[1])  # [0 to 7, d]
         return torch.cat((W, self.p.w.W_A.to(W.dtype), zeros))  # [q - k, d]
 
     def matrix(self, samples: slice, shared: Any) -> Any:
@@ -84,31 +85,36 @@ class Columns:
         return with_shared(None if self.own is None else self.own[samples], shared)
 
     def kept_whole(self, like: Chunk, dtype: torch.dtype) -> Any:
-        """Kept dot products, [b, i, j], where ``fused_rows`` uses them as they are: of no other rows.
+        """What is kept, [b, i, k], where it is all the pairs of a pass, in their dtype, and of no other rows.
 
-        Args: dtype of the pairs of a pass.
+        That is c and a_inp, as they are first computed, or the dot products as ``fused_rows`` uses them.
         """
-        if self.kept is None or self.first or dtype == self.p.dtype:
-            return None
-        kept = self.kept[like.batch]  # [b, i, j]
-        return None if has_all_rows(kept, like) else kept
+        if self.p.variable:
+            whole = self.filling and self.kept.shape[-1] == self.n_computed
+        else:
+            whole = self.kept is not None and not self.first and dtype != self.p.dtype
+        kept = self.kept[like.batch] if whole else None  # [b, i, k]
+        return None if kept is None or has_all_rows(kept, like) else kept
 
-    def products(self, pairs: Tensor, M, like: Chunk, room: Room):
+    def products(self, pairs: Tensor, M, like: Chunk):
         """What chunks like the given one have of c, and what fills pairs [b, i, q] with x M^T and the bias.
 
         Returns:
-            c [b, i, 2 j or j], of all rows where it is kept (None if fixed), and a function of a chunk and x.
+            c [b, i, 2 j or j], of all rows, and both, where it is kept (None if fixed); and a function of a
+            chunk and x.
         """
         p, n = self.p, self.n_computed
         multiply = multiplier(p, M, self.bias, pairs[..., :n]) if n else None
         copied = self.kept is not None and self.kept_whole(like, pairs.dtype) is None
         kept = self.kept[like.batch] if copied else None  # [b, i, k]
+        if p.variable and kept is not None:
+            kept = kept[..., : 2 * p.n_out]  # [b, i, 2 j]
         c: Any = None
         if self.computed is not None:
             n_own = n - len(self.computed)
             c = pairs[..., n_own : n_own + self.n_c]  # [b, i, 2 j or j]
         elif p.variable:
-            c = room.take("c", pairs, *like.shape, p.n_out) if self.flat else kept  # [b, i, j or 2 j]
+            c = kept
 
         def fill(chunk: Chunk, x: Tensor) -> None:
             if multiply is not None:
@@ -120,8 +126,6 @@ class Columns:
                 rows.copy_(c if p.variable else pairs)
             elif not p.variable:
                 pairs[..., n:] = rows  # [b, i, j]
-            elif self.flat:
-                self._flatten(rows, -1, c)
 
         return c, fill
 
@@ -157,6 +161,11 @@ class Columns:
         if self.first:
             grads.add("W_A", grad_rows[None, k].clone())  # [1, d]
             grads.add("B_A", (grad_B[:, k, None] * self.p.sqrt_n_inp).sum(0))  # [1]
+
+
+def aligned(n: int) -> int:
+    """The least multiple of 8 that is not less."""
+    return -(-n // 8) * 8
 
 
 def with_shared(own: Any, shared: Any) -> Any:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops import fused_halves, fused_rows, input_gradient, products
+from vecroute.ops import fused_halves, fused_rows, fused_sums, input_gradient
 from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
 from vecroute.ops.fused_activations import activations_backward_kernel, activations_kernel
 from vecroute.ops.fused_pairs import (
@@ -41,11 +41,12 @@ def blocks_of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[st
 
 def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: dict[str, int]) -> dict:
     """What both kernels over pairs take alike, but where a chunk starts, and the given strides."""
-    fixed, flat = c is None, c is not None and c.shape[-1] == p.n_out
+    fixed, both = c is None, c is not None and c.shape[-1] > p.n_out
+    flat = not fixed and p.is_flat(first)
     if fixed:
         c_sum, c_ign = p.w.beta_use.expand(len(f), -1, -1), p.w.beta_ign  # [b, i, j], [i, j]
     else:
-        c_sum, c_ign = c, c if flat else c[..., p.n_out :]  # [b, i, j]
+        c_sum, c_ign = c, c[..., p.n_out :] if both else c  # [b, i, j]
     strides |= {"c_b": c_sum.stride(0), "c_i": c_sum.stride(1)}
     use, use_strides = f, [0, 0, 0]
     if p.use is not None:
@@ -55,7 +56,8 @@ def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: 
         "c_sum": c_sum, "c_ign": c_ign, "W_S": p.w.W_S, "B_S": p.w.B_S, "use": use, "f": f,
         "sqrt_n_inp": p.sqrt_n_inp[like.samples], "n_inp": like.shape[1], "f_b": f.stride(0),
         "use_b": use_strides[0], "use_i": use_strides[1], "use_j": use_strides[2],
-        "FIRST": first, "FIXED": fixed, "FLAT": flat, "MASKED": p.use is not None,
+        "FIRST": first, "FIXED": fixed, "FLAT": flat, "BOTH": flat and both, "MASKED": p.use is not None,
+        "PRIOR": p.prior if flat else 0.0,  # compiled for each that is needed
         "TRANSPOSED": transposes(p, like), "C_OF_ALL": has_all_rows(c_sum, like),
         "T": triton_dtype(p), **in_units(strides, p.n_out),
     }  # fmt: skip
@@ -93,8 +95,9 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
 
 def summer(p: Problem, out: Tensor, values: Tensor):
     """As ``chunked.summer``."""
-    by_rows = p.pair_dtype != p.dtype and values.mT.is_contiguous()
-    return (fused_rows if by_rows else products).summer(out, values.shape[-1])
+    if p.pair_dtype != p.dtype and values.mT.is_contiguous():
+        return fused_rows.summer(out, values.shape[-1])
+    return fused_sums.summer(out, values)
 
 
 def coefficients_backward(
@@ -150,9 +153,7 @@ def backward(
         coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b],
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
-        fresh=int(stored), ADDS_UP=columns.adds_up,
-        PRIOR=p.prior if columns.adds_up and columns.flat else 0.0,  # compiled for each that is needed
-        grad_s_b=grad_s.stride(0), grad_dot=to_sum,
+        fresh=int(stored), ADDS_UP=columns.adds_up, grad_s_b=grad_s.stride(0), grad_dot=to_sum,
         n_a=results.shape[-1] - columns.a, weights=into.weights if into.halved else f, tops=tops,
         tops_t=tops.stride(0), HALVED=into.halved, RESULTS_OF_ALL=has_all_rows(results, like),
         GRADS_OF_ALL=has_all_rows(of_pairs[0], like), **blocks,

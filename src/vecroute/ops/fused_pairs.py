@@ -90,6 +90,15 @@ def betas(c_sum, c_ign, o_c, o_j, m, FIXED: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def flat_c(c_sum, c_ign, o_c, o_j, m, PRIOR: tl.constexpr, BOTH: tl.constexpr, T: tl.constexpr):
+    """c of a block under the flat prior, of a variable length."""
+    u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
+    if BOTH:
+        u = PRIOR * u - tl.load(c_ign + o_c + o_j, mask=m, other=0.0).to(T)
+    return u
+
+
+@triton.jit
 def from_row(start, n_out, c_sum, c_ign, W_S, B_S):
     """Pointers to parameters of a fixed length, [i, j], from a row on: moved so, they take fewer registers."""
     offset = start.to(tl.int64) * n_out
@@ -107,8 +116,8 @@ def to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED: tl.constexpr):
 @triton.jit(do_not_specialize=["start"])
 def coefficients_kernel(
     dot,  # [b, i, j] x_inp times x_hat; where ACTIVATE [b, i, ...] first x_inp times W_A; where FIRST else not read
-    c_sum,  # [b, i, j], or beta_use [i, j] where FIXED; where FLAT the flat c
-    c_ign,  # the same of c_ign; where FLAT not read
+    c_sum,  # [b, i, j], or beta_use [i, j] where FIXED; where FLAT but not BOTH the flat c
+    c_ign,  # the same of c_ign; where FLAT but not BOTH not read
     W_S,  # [i, j] where FIXED, else not read
     B_S,  # [i, j], or [1, j] with row stride 0
     use,  # [b, i, j] where MASKED
@@ -120,10 +129,12 @@ def coefficients_kernel(
     n_inp,  # rows of the chunk
     n_out,
     dot_i, c_b, c_i, use_b, use_i, use_j, f_b,  # strides; samples of dot follow each other
+    PRIOR: tl.constexpr,  # an argument would be rounded to float32
     ACTIVATE: tl.constexpr,
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
-    FLAT: tl.constexpr,
+    FLAT: tl.constexpr,  # whether R is the prior
+    BOTH: tl.constexpr,  # whether there are c_sum and c_ign nevertheless
     MASKED: tl.constexpr,
     C_OF_ALL: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # of what is to be summed over i
@@ -158,7 +169,7 @@ def coefficients_kernel(
         o_j = tile * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
         m = m_i & (o_j < n_out)
         if FLAT:
-            u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
+            u = flat_c(c_sum, c_ign, o_c, o_j, m, PRIOR, BOTH, T)
             if MASKED:
                 u = tl.where(used(use, o_use, use_j, o_j, m), u, 0.0)
         else:
@@ -223,11 +234,12 @@ def coefficients_backward_kernel(
     start, n_inp, n_out,  # as above; grad_f and tops have all rows too
     pairs_i, results_b, results_i, c_b, c_i, use_b, use_i, use_j, f_b, grad_s_b, grad_c_b,
     grad_c_i, n_a, tops_t,
-    PRIOR: tl.constexpr,  # an argument would be rounded to float32
     ADDS_UP: tl.constexpr,  # whether a flat c has the gradients of c_sum and c_ign
+    PRIOR: tl.constexpr,  # as above
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,
+    BOTH: tl.constexpr,
     MASKED: tl.constexpr,
     C_OF_ALL: tl.constexpr,
     RESULTS_OF_ALL: tl.constexpr,
@@ -266,7 +278,7 @@ def coefficients_backward_kernel(
         grad_phi = tl.load(pairs + o_pairs + o_j, mask=m, other=0.0).to(T)
         grad_phi += tl.load(grad_s + b * grad_s_b + o_j, mask=o_j < n_out, other=0.0).to(T)
         if FLAT:
-            u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
+            u = flat_c(c_sum, c_ign, o_c, o_j, m, PRIOR, BOTH, T)
             if MASKED:
                 m_used = used(use, o_use, use_j, o_j, m)
                 u, grad_phi = tl.where(m_used, u, 0.0), tl.where(m_used, grad_phi, 0.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vecroute.ops import clusters, input_gradient, rounded_product
 from vecroute.ops.chunks import Chunk, Room, alike, as_operand, chunks, inputs, of_chunk
-from vecroute.ops.columns import Columns, with_shared
+from vecroute.ops.columns import Columns, aligned, with_shared
 from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import (
     accumulate,
@@ -26,23 +26,27 @@ from vecroute.ops.products import (
     has_halves,
     over_batch,
     row_weights,
-    summer,
     widened,
 )
 
 # One part in so many of x_inp that buffers of a forward pass may take on a GPU, by whether the length is
 # variable: with all else, 2 % of inputs and parameters. A backward pass has more (``InputGradient.share``).
 FORWARD_SHARE = {False: 22, True: 64}
+# Up to so many bytes ``fused`` has memory for all pairs of a backward, which then wait nowhere else.
+WHOLE_BYTES = 2**27
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
     """Memory for what is kept of every pair, [b, i, k]; none if it costs no product or does not fit.
 
-    Of a variable length that is c_sum and c_ign. Of a fixed length, on a CPU or with many outputs, the dot
-    product of every iteration but the first; else a GPU multiplies as fast as it would read them.
+    Of a variable length that is c_sum and c_ign, for ``fused`` as a product gives them: before a_inp. Of a
+    fixed length, on a CPU or with many outputs, the dot product of every iteration but the first; else a GPU
+    multiplies as fast as it would read them.
     """
     b, i = p.x_inp.shape[:2]
     k = 2 * p.n_out if p.variable else (n_iters - 1) * p.n_out
+    if p.variable and p.implementation == "fused":
+        k = aligned(k + 1)
     keep = n_iters > 1 and b * i * k * p.pair_dtype.itemsize <= p.tuning.keep_bytes
     keep &= p.variable or p.x_inp.device.type == "cpu" or p.pair_dtype != p.dtype
     return p.x_inp.new_empty(b if keep else 0, i, k, dtype=p.pair_dtype)  # [b, i, k]
@@ -109,7 +113,7 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         if pairs is None:
             pairs = room.take("pairs", f, *like.shape, columns.n_computed, dtype=dtype)  # [b, i, q]
         computed = columns.matrix(like.samples, columns.computed)  # [b, q, d]
-        c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
+        c, multiply = columns.products(pairs, computed, like)  # [b, i, 2 j or j]
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
         a = pairs[..., columns.a :] if first and p.variable else None  # [b, i, 1 to 8]
         phi, to_sum, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, dtype, room)  # and [b, j, k]
@@ -132,9 +136,10 @@ class InputGradient:
     """grad_x [b, i, d], the sum of pairs @ M over the iterations, written once where that can be.
 
     Until the first iteration, the last of a backward, the pairs of the others wait side by side, if they fit,
-    in the rows of a gradient that is written last: that of W_A, where one sample alone has it, else grad_x.
-    There the gradient of c, which has the same matrix in every iteration, adds up after them and after room
-    for phi of the first. Where they do not fit every pass adds its product.
+    in the rows of a gradient that is written last: that of W_A, where one sample alone has it, else grad_x;
+    or in memory of their own, where that is little (``apart``). There the gradient of c, which has the same
+    matrix in every iteration, adds up after them and after room for phi of the first. Where they do not fit
+    every pass adds its product.
 
     ``halved``: pairs are float16, for the kernel of ``fused_halves`` or, ``by_rows``, of ``input_gradient``:
     divided by ``top``, the power of two below the greatest of a row so far, and multiplied with ``weights``,
@@ -147,9 +152,13 @@ class InputGradient:
         place: Any = grad_W_A[None] if grad_W_A is not None and aside else self.grad_x  # [b, i, d]
         self.n_waiting = (n_iters - 1) * 2 * p.n_out
         self.n_kept = self.n_waiting + (3 if p.variable else 1) * p.n_out
+        self.n_all = self.n_waiting + (aligned(3 * p.n_out + 1) if p.variable else p.n_out)  # with a_inp
         fits = needed and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
+        self.apart = fits and not aside and self._is_little(p)
+        if self.apart:
+            place = p.x_inp.new_empty(*p.x_inp.shape[:2], aligned(self.n_all), dtype=p.dtype)  # [b, i, w + q]
         self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
-        self.aside = aside and self.waits  # not in grad_x
+        self.aside = aside and self.waits  # in grad_W_A
         self.halved = self.aside and has_halves(p, self.n_waiting, self.grad_x, grad_W_A)
         self.by_rows = self.halved and input_gradient.can_multiply(p, self.n_waiting)
         self.top = self.weights = None  # type: Any
@@ -157,9 +166,15 @@ class InputGradient:
             self.place = place.view(torch.float16)  # [1, i, 2 d]
             self.top = place.new_zeros(n_iters + 1, place.shape[1])  # [1 + t, i], so far
         self.share = 5 if self.halved else 11 if self.waits else 30 if p.variable else 22
-        self.M: Any = None  # [b, w + j, d] those that wait and the first
+        self.M: Any = None  # [b, w + j, d] those that wait and the first; where apart the shared rows too
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
+
+    def _is_little(self, p: Problem) -> bool:
+        """Whether the pairs of all iterations, and M of every sample, may have memory of their own."""
+        (b, i, d), n_samples = p.x_inp.shape, len(p.sqrt_n_inp)
+        n = aligned(self.n_all) * (b * i + n_samples * d)
+        return p.implementation == "fused" and n * p.dtype.itemsize <= WHOLE_BYTES
 
     def new_matrix(self, p: Problem, first: bool) -> Tensor:
         """Memory for rows of M: those of grad_y, and where it is not the first iteration of the scores."""
@@ -167,7 +182,8 @@ class InputGradient:
         if not self.waits or self.halved:
             return new_matrix(p, n)  # [b, n, d]
         if self.M is None:
-            self.M = new_matrix(p, self.n_waiting + p.n_out)  # [b, w + j, d]
+            n_all = self.n_all if self.apart else self.n_waiting + p.n_out
+            self.M = new_matrix(p, n_all)  # [b, w + j or w + q, d]
         w = self.n_waiting if first else len(self.columns) * n
         return self.M[:, w : w + n]  # [b, n, d]
 
@@ -175,7 +191,7 @@ class InputGradient:
         """Numbers that a row has in buffers of a pass besides ``pairs``."""
         if not columns.first:
             return 0 if columns.p.variable else columns.p.n_out  # the gradient of dot, to be summed
-        if not self.waits:
+        if not self.waits or self.apart:
             return 0
         return columns.p.n_out // 2 if self.halved else self.n_waiting + columns.n
 
@@ -199,7 +215,7 @@ class InputGradient:
         if self.halved:
             results = room.take("halves", self.place, b, i, -(-n_out // 8) * 8)[..., :n_out]  # [1, i, j]
             return results, results, None
-        if not self.aside:
+        if not self.aside and not self.apart:
             rows = room.take("all", pairs, b, i, self.n_waiting + columns.n)  # [b, i, w + q]
         results = rows[..., self.n_waiting : self.n_waiting + columns.n]  # [b, i, q]
         return results, rows[..., : self.n_waiting + columns.n], results[..., n_out : columns.a]
@@ -210,7 +226,7 @@ class InputGradient:
         Returns:
             Pairs of where it goes and where it has waited.
         """
-        if not columns.first or not self.waits or self.aside:
+        if not columns.first or not self.waits or self.aside or self.apart:
             return []
         place, n_first = self.place[like.batch], self.n_waiting + columns.p.n_out  # [b, i, d]
         kept = slice(self.n_waiting), slice(n_first, self.n_kept)
@@ -233,6 +249,11 @@ class InputGradient:
             weights = [row_weights(M) for M in matrices]  # [1, q, 1] each
             self.weights = weights[-1].flatten()  # [q]
             return halves_of(matrices, weights) if columns.first else matrices[0]
+        if columns.first and self.apart:
+            M = self.M[samples]  # [b, w + q, d]
+            if columns.shared is not None:
+                M[:, self.n_waiting + p.n_out :] = columns.shared  # [q - j, d]
+            return M
         if columns.first and self.waits:
             return with_shared(self.M[samples], columns.shared)  # [b, w + q, d]
         return columns.matrix(samples, columns.shared)  # [b, q, d]
@@ -274,14 +295,15 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
             all_M = into.matrix(samples, columns)  # [b, w + q, d]
         f, grad_f_all = f_a_inp[like.batch], grad_f[like.batch]  # [b, i] each
         pairs = room.take("pairs", f, *like.shape, n_pairs, dtype=dtype)  # [b, i, q]
-        c, multiply = columns.products(pairs, computed, like, room)  # [b, i, 2 j or j]
+        c, multiply = columns.products(pairs, computed, like)  # [b, i, 2 j or j]
         results, all_results, grad_c = into.results(like, pairs, columns, room)
         copies = into.waiting(like, all_results, columns)
         to_sum, fill = p.pairs.coefficients_backward(
             p, like, c, pairs, results, grad_c, columns, f, grad_s[samples], grad_f_all, grads, fresh, into,
             room,
         )  # fmt: skip
-        total_M, add_sum = grad_M if first else grad_M[samples], summer(sums[samples], like.shape[1])
+        total_M = grad_M if first else grad_M[samples]  # [b or 1, q - j, d]
+        add_sum = p.pairs.summer(p, sums[samples], of_chunk(to_sum, like).mT) if p.variable else None
         for chunk in same:
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
             rounded = as_operand(p, x)  # [b, i, d]
@@ -292,7 +314,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
             if n_summed:
                 summed, rows = of_chunk(to_sum, chunk), rounded  # [b, i, q - j], [b, i, d]
                 new = writes(p) and chunk.rows.start == 0
-                if p.variable:
+                if add_sum is not None:
                     add_sum(summed.mT, new)
                 if first:
                     summed, rows = over_batch(summed), over_batch(rows)  # [1, b i, q - j], [1, b i, d]

@@ -119,6 +119,10 @@ class Problem:
     def n_out(self) -> int:
         return self.w.W_F1.shape[0]
 
+    def is_flat(self, first: bool) -> bool:
+        """Whether all pairs of an iteration that are used have the same R, the prior."""
+        return first and (self.use is None or self.use.shape[-1] == 1)
+
     def in_dtype(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
         """t in a dtype; where that is another, the copy of that name, made once in a call."""
         if t.dtype == dtype:

@@ -1,0 +1,103 @@
+"""Where the passes of ``fused`` put what they compute: kept, waiting, summed."""
+
+import pytest
+import torch
+from samples import with_noise
+from tolerance import assert_layer_as_good
+
+import vecroute as vr
+from vecroute.ops import Tuning, fused_sums, passes, products
+from vecroute.ops.chunks import Chunk
+from vecroute.ops.columns import Columns
+from vecroute.ops.library import operator_arguments, problem
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+def make(n_inp=None, n_out=4, d_inp=36, d_out=7, n_iters=2, dtype=torch.float32) -> vr.VectorRouting:
+    sizes = {"n_inp": n_inp, "n_out": n_out, "d_inp": d_inp, "d_out": d_out}
+    return with_noise(vr.VectorRouting(**sizes, n_iters=n_iters, implementation="fused", dtype=dtype))
+
+
+def problem_of(layer: vr.VectorRouting, x_inp: torch.Tensor, implementation: str = "fused"):
+    options = {"implementation": implementation, "tuning": Tuning()}
+    return problem(*operator_arguments(x_inp, layer.weights(), None, None, 1 / layer.n_out, **options))
+
+
+@pytest.mark.parametrize("rows", [0, 7], ids=["whole samples", "parts"])
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "in grad_x"])
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+def test_wherever_pairs_wait(fixed, apart, rows, monkeypatch, nan_filled_memory):
+    if not apart:
+        monkeypatch.setattr(passes, "WHOLE_BYTES", 0)
+    layer = make(19 if fixed else None, n_iters=3)
+    layer.tuning = Tuning(rows=rows)
+    assert_layer_as_good(layer, torch.randn(3, 19, 36))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_pairs_of_half_precision_wait_apart(dtype, nan_filled_memory):
+    """In the dtype of sums, which grad_x does not have."""
+    layer = make(n_out=8, d_inp=48, dtype=dtype)
+    x_inp = torch.randn(3, 40, 48).to(dtype)
+    assert passes.InputGradient(problem_of(layer, x_inp), 2, True).waits
+    assert_layer_as_good(layer, x_inp)
+
+
+def test_pairs_wait_apart_within_the_budget(monkeypatch):
+    """Of 2 x 5 rows and of M of 2 samples: 8 that wait, 4 of phi, 8 of c and one of a_inp, aligned."""
+    layer, x_inp = make(), torch.randn(2, 5, 36)
+    n_bytes = 4 * (2 * 5 + 2 * 36) * 24
+    monkeypatch.setattr(passes, "WHOLE_BYTES", n_bytes)
+    assert passes.InputGradient(problem_of(layer, x_inp), 2, True).apart
+    assert not passes.InputGradient(problem_of(layer, x_inp, "chunked"), 2, True).apart
+    monkeypatch.setattr(passes, "WHOLE_BYTES", n_bytes - 1)
+    into = passes.InputGradient(problem_of(layer, x_inp), 2, True)
+    assert into.waits
+    assert into.place is into.grad_x
+
+
+def test_products_that_are_kept_are_written_once(nan_filled_memory):
+    """What is kept is what the first product fills: c, a_inp and zeros."""
+    layer, x_inp = make(), torch.randn(3, 11, 36)
+    p = problem_of(layer, x_inp)
+    kept = passes.new_kept(p, 2)  # [b, i, 16]
+    assert kept.shape == (3, 11, 16)
+    columns = Columns(p, None, kept, first=True, forward=True)
+    samples, rows = slice(1, 3), slice(0, 11)
+    pairs = columns.kept_whole(Chunk(samples, samples, rows), torch.float32)  # [2, i, 16]
+    assert pairs.data_ptr() == kept[1].data_ptr()
+    assert columns.kept_whole(Chunk(samples, samples, slice(0, 10)), torch.float32) is None
+    f, y, s = kept.new_empty(3, 11), kept.new_empty(3, 4, 36), kept.new_empty(3, 4)
+    passes.forward_pass(p, None, f, kept, y, s, None, None)
+    w = layer.weights()
+    c_sum, c_ign = x_inp @ (w.W_use + w.W_ign) + (w.B_use + w.B_ign), x_inp @ w.W_ign + w.B_ign  # [b, i, j]
+    expected = torch.cat((c_sum, c_ign, x_inp @ w.W_A.mT), -1)  # [b, i, 9]
+    torch.testing.assert_close(kept[..., :9], expected)
+    assert not kept[..., 9:].any()
+
+
+@pytest.mark.parametrize("n", [3, 8, 17])
+@pytest.mark.parametrize("n_inp", [1, 5, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_sums_over_inputs(dtype, n_inp, n, monkeypatch):
+    """Of some columns of longer rows; stored, and added."""
+    monkeypatch.setattr(fused_sums, "LEAST_SUMS", 1)
+    values = torch.randn(3, n_inp, 24, dtype=dtype)[..., 4 : 4 + n].mT  # [b, k, i]
+    out, expected = torch.full((3, n), torch.nan, dtype=dtype), values.double().sum(-1)  # [b, k] each
+    allowed = 2 * torch.finfo(dtype).eps * values.double().abs().sum(-1)  # [b, k]
+    add = fused_sums.summer(out, values)
+    add(values, True)
+    assert ((out - expected).abs() <= allowed).all()
+    add(values, False)
+    assert ((out - 2 * expected).abs() <= 2 * allowed).all()
+
+
+def test_few_sums_are_left_to_pytorch(monkeypatch):
+    """And those of values that are neighbours in i."""
+    asked = []
+    monkeypatch.setattr(products, "summer", lambda out, n_rows: asked.append(n_rows))
+    fused_sums.summer(torch.empty(2, 255), torch.empty(2, 3, 255).mT)
+    fused_sums.summer(torch.empty(2, 256), torch.empty(2, 256, 5))
+    assert fused_sums.summer(torch.empty(2, 256), torch.empty(2, 7, 256).mT) is not None
+    assert asked == [3, 5]
