@@ -6,7 +6,7 @@ from samples import with_noise
 from tolerance import rms, twin, upstream
 
 import vecroute as vr
-from vecroute.ops import Tuning, chunks, fused, fused_rows, passes
+from vecroute.ops import Tuning, fused, fused_rows, passes
 from vecroute.ops import problem as problems
 from vecroute.ops.chunks import Chunk, Room, as_operand
 from vecroute.ops.library import operator_arguments, problem
@@ -226,20 +226,55 @@ def make_problem(layer: vr.VectorRouting, x_inp: torch.Tensor, **tuning: int) ->
         )
 
 
-def test_x_inp_is_rounded_once_if_it_is_small(monkeypatch):
+@pytest.mark.parametrize("missing", [0, 1], ids=["small", "not small"])
+def test_x_inp_is_rounded_once_if_it_is_small(missing, monkeypatch):
     """Whether or not a backward will come."""
-    x_inp = torch.randn(20, 32)
-    monkeypatch.setattr(chunks, "SMALL_COPY", 2 * x_inp.numel())
+    x_inp, rows = torch.randn(20, 32), slice(5, 20)
+    monkeypatch.setattr(problems, "SMALL_COPY", 2 * x_inp.numel() - missing)
     p = make_problem(make(20, 16, 2), x_inp, keep_bytes=0)
-    once = as_operand(p, p.x_inp)
-    assert torch.equal(once[0], x_inp.bfloat16())
-    assert as_operand(p, p.x_inp) is once
-    part = as_operand(p, p.x_inp[:, 5:])
-    assert torch.equal(part[0], x_inp[5:].bfloat16())
-    monkeypatch.setattr(chunks, "SMALL_COPY", 2 * x_inp.numel() - 1)
-    p = make_problem(make(20, 16, 2), x_inp)
-    assert as_operand(p, p.x_inp) is not as_operand(p, p.x_inp)
-    assert not p.copies
+    once, again = (as_operand(p, p.x_inp[:, rows], Chunk(slice(0, 1), slice(0, 1), rows)) for _ in range(2))
+    assert torch.equal(once[0], x_inp[5:].bfloat16())
+    assert (once.data_ptr() == again.data_ptr()) == (not missing)
+    assert ("x_inp" in p.copies) == (not missing)
+
+
+def test_copies_are_kept_for_the_backward(monkeypatch):
+    """Of x_inp and of weights, each rounded once; not of a masked x_inp, and not without a graph."""
+    monkeypatch.setattr(problems.Problem, "step_dtype", torch.bfloat16)
+    made, in_dtype = [], problems.Problem.in_dtype
+
+    def seen(p, name, *args):
+        made.extend([name] if name not in p.copies else [])
+        return in_dtype(p, name, *args)
+
+    monkeypatch.setattr(problems.Problem, "in_dtype", seen)
+    layer, x_inp = make(20, 16, 2), torch.randn(20, 32, requires_grad=True)
+    stored = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t),
+        torch.autocast(x_inp.device.type, torch.bfloat16),
+    ):
+        layer(x_inp).sum().backward()
+        assert sorted(made) == ["W_F2", "W_G1", "x_inp"]
+        shapes = [tuple(t.shape) for t in stored if t.dtype == torch.bfloat16]
+        assert {(1, 20, 32), (32, 16), (16, 32)} <= set(shapes)
+        stored.clear()
+        with torch.no_grad():
+            layer(x_inp)
+        layer(x_inp, torch.rand(20) > 0.3)
+    assert (1, 20, 32) not in [tuple(t.shape) for t in stored if t.dtype == torch.bfloat16]
+
+
+@pytest.mark.parametrize("steps", ["rounded", "exact"])
+def test_opcheck(steps, monkeypatch):
+    """What is kept has the dtypes and shapes that compilers are promised."""
+    if steps == "rounded":
+        monkeypatch.setattr(problems.Problem, "step_dtype", torch.bfloat16)
+    weights = [w for w in make(9, 8, 2, d_inp=4, d_out=2).weights() if w is not None]
+    x_inp = torch.randn(2, 9, 4, requires_grad=True)
+    arguments = (x_inp, weights, None, torch.full((2, 1), 3.0), None, 1 / 8, torch.bfloat16, list(Tuning()))
+    result = torch.library.opcheck(torch.ops.vecroute.loop.default, (*arguments, "fused", "", 2, False, None))
+    assert set(result.values()) == {"SUCCESS"}
 
 
 def test_weights_are_rounded_once(monkeypatch):

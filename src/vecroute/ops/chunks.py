@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vecroute.ops.problem import Problem
 
-SMALL_COPY = 2**26  # up to so many bytes a rounded copy of x_inp is kept for the passes of a call
 MOST_SAMPLES = 2**16 - 1  # CUDA has no more blocks in any dimension of a grid but the first
 
 
@@ -109,14 +108,13 @@ def inputs(p: Problem, chunk: Chunk) -> Tensor:
     x = p.x_inp[chunk.batch, chunk.rows]  # [b, i, d]
     if p.use is not None:
         x = x.where(use_of(p, chunk).any(-1, keepdim=True), 0)  # [b, i, d]
-    # On a GPU activations want float32 as it is; a product that wants it rounded does so.
-    return x if x.is_cuda and x.dtype == p.dtype else x.to(p.operand_dtype)  # [b, i, d]
+    return x if p.rounds_late else x.to(p.operand_dtype)  # [b, i, d]
 
 
-def as_operand(p: Problem, x: Tensor) -> Tensor:
-    """x [b, i, d] from ``inputs`` in the dtype of operands; a copy of all of x_inp is kept if it is small."""
-    if x.shape == p.x_inp.shape and x.numel() * p.operand_dtype.itemsize <= SMALL_COPY:
-        return p.in_dtype("x_inp", x, p.operand_dtype)  # [b, i, d]
+def as_operand(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:
+    """x [b, i, d] from ``inputs`` in the dtype of operands; of a copy of all of x_inp, if that is small."""
+    if "x_inp" in p.kept_copies:
+        return p.in_dtype("x_inp", p.x_inp, p.operand_dtype)[chunk.batch, chunk.rows]  # [b, i, d]
     return x.to(p.operand_dtype)  # [b, i, d]
 
 

@@ -38,7 +38,7 @@ def run_loop(
     n_iters: int,
     need_phi: bool,
     outputs: Sequence[int] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """x_out [b, j, h], phi [b, i, j] of the given outputs (None for all), what the backward pass needs."""
     p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, group)
     phi = x_inp.new_empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs), dtype=p.dtype)  # [b, i, j]
@@ -86,8 +86,9 @@ def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, imple
 
     saved = (empty(n_iters, b, j, d), empty(n_iters, b, j), empty(n_iters - 1, b, j, h),
              empty(n_iters - 1, b, j, d, dtype=p.step_dtype), empty(*x_inp.shape[:2]))  # fmt: skip
-    kept = new_kept(p, n_iters)
-    return empty(b, j, h), empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs)), *saved, kept
+    kept, phi = new_kept(p, n_iters), empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs))
+    copies = [t.new_empty(t.shape, dtype=dtype) for t, dtype in p.kept_copies.values()]
+    return empty(b, j, h), phi, *saved, kept, copies
 
 
 def run_loop_backward(
@@ -108,12 +109,13 @@ def run_loop_backward(
     g: Tensor,
     f_a_inp: Tensor,
     kept: Tensor,
+    copies: Sequence[Tensor],
     need_grad_x: bool,
 ) -> list[Tensor]:
     """Gradients of x_inp (empty if not needed) and of the weights."""
     p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, group)
     with tf32_under_autocast(p):
-        grad_x, grads = loop.backward(p, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x)
+        grad_x, grads = loop.backward(p, grad_x_out, y, s, before, g, f_a_inp, kept, copies, need_grad_x)
     parameters = {name: w for name, w in p.w._asdict().items() if w is not None}
     # Contiguous, as the fake below promises to compilers.
     grads_w = [
@@ -135,14 +137,15 @@ def _(grad_x_out, x_inp, weights, *args):
 
 def _setup_context(ctx, inputs, output) -> None:
     x_inp, weights, use, sqrt_n_inp, cu_seqlens, *ctx.options, _, _, _ = inputs
-    _, _, *saved = output
+    _, _, *saved, copies = output
     ctx.set_materialize_grads(False)
-    ctx.n_weights = len(weights)
-    ctx.save_for_backward(x_inp, *weights, use, sqrt_n_inp, cu_seqlens, *saved)
+    ctx.n_weights, ctx.n_copies = len(weights), len(copies)
+    ctx.save_for_backward(*copies, x_inp, *weights, use, sqrt_n_inp, cu_seqlens, *saved)
 
 
 def _backward(ctx, grad_x_out, *_):
-    x_inp, *rest = ctx.saved_tensors
+    tensors = ctx.saved_tensors
+    copies, (x_inp, *rest) = tensors[: ctx.n_copies], tensors[ctx.n_copies :]
     weights, (use, sqrt_n_inp, cu_seqlens, *saved) = rest[: ctx.n_weights], rest[ctx.n_weights :]
     if grad_x_out is None:
         return (None, [None] * ctx.n_weights, *[None] * 11)
@@ -159,6 +162,7 @@ def _backward(ctx, grad_x_out, *_):
         cu_seqlens,
         *ctx.options,
         *saved,
+        copies,
         need_grad_x,
     )
     return (grad_x if need_grad_x else None, grads, *[None] * 11)

@@ -20,7 +20,7 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     Returns:
         x_out [b, j, h], and what the backward pass needs: y [t, b, j, d] and s [t, b, j] of every iteration,
         x_out [t - 1, b, j, h] and g [t - 1, b, j, d] before every iteration but the first, f(a_inp) [b, i],
-        and what ``passes`` keep.
+        what ``passes`` keep, and copies of ``p.kept_copies``.
     """
     b, (j, h), d = p.sqrt_n_inp.shape[0], p.w.B_F2.shape, p.x_inp.shape[-1]
 
@@ -42,12 +42,14 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
         if not last:
             M = passes.new_matrix(p, p.n_out) if M is None else M  # [b, j, d]
             p.steps.scores_matrix(p, p.steps.predicted(p, x_out, g[t]), M)
-    return x_out, y, s, before, g, f_a_inp, kept
+    copies = [p.in_dtype(name, *of) for name, of in p.kept_copies.items()]
+    return x_out, y, s, before, g, f_a_inp, kept, copies
 
 
-def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, need_grad_x: bool):
+def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, copies, need_grad_x: bool):
     """Gradients of x_inp (None if not needed) and of the parameters, from grad_x_out [b, j, h]."""
     n_iters = y.shape[0]
+    p.copies.update(zip(p.kept_copies, copies, strict=True))
     grads = passes.new_grads(p, n_iters)
     into = passes.InputGradient(p, n_iters, need_grad_x, grads.get("W_A"))
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]

@@ -122,7 +122,7 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
             x = inputs(p, chunk)  # [b, i, d]
             if first and not p.variable:
                 p.pairs.activations(p, chunk, x, of_chunk(f, chunk))
-            x = as_operand(p, x)  # [b, i, d]
+            x = as_operand(p, x, chunk)  # [b, i, d]
             multiply(chunk, x)
             fill_phi(chunk)
             fresh = writes(p) and chunk.rows.start == 0
@@ -306,7 +306,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
         add_sum = p.pairs.summer(p, sums[samples], of_chunk(to_sum, like).mT) if p.variable else None
         for chunk in same:
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
-            rounded = as_operand(p, x)  # [b, i, d]
+            rounded = as_operand(p, x, chunk)  # [b, i, d]
             multiply(chunk, rounded)
             for out, waiting in copies:
                 out.copy_(of_chunk(waiting, chunk))

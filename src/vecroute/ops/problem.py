@@ -15,6 +15,7 @@ from vecroute.ops.group import add_up
 # From how many outputs on bfloat16 pays for rounding float32 operands, found by trial on one H200; and up to
 # how many ``fused_rows`` has a whole row in registers.
 MANY_OUTPUTS, MOST_OUTPUTS = 1024, 4096
+SMALL_COPY = 2**26  # up to so many bytes a rounded copy is kept for all passes of a call and of its backward
 
 
 class Tuning(NamedTuple):
@@ -122,6 +123,24 @@ class Problem:
     def is_flat(self, first: bool) -> bool:
         """Whether all pairs of an iteration that are used have the same R, the prior."""
         return first and (self.use is None or self.use.shape[-1] == 1)
+
+    @cached_property
+    def rounds_late(self) -> bool:
+        """Whether x_inp is rounded for products alone: activations want it as it is."""
+        in_cache = self.x_inp.device.type == "cpu" and self.implementation == "chunked"  # rounded at once
+        return self.x_inp.dtype == self.dtype != self.operand_dtype and not in_cache
+
+    @cached_property
+    def kept_copies(self) -> dict[str, tuple[Tensor, torch.dtype]]:
+        """What is rounded once for a call and its backward, and to what: operands of several products."""
+        x_inp = {"x_inp": (self.x_inp, self.operand_dtype)} if self.rounds_late and self.use is None else {}
+        weights = {name: (getattr(self.w, name), self.step_dtype) for name in ("W_F2", "W_G1")}
+        all_copies = x_inp | (weights if self.implementation == "fused" else {})
+        return {
+            name: (t, dtype)
+            for name, (t, dtype) in all_copies.items()
+            if t.dtype != dtype and t.numel() * dtype.itemsize <= SMALL_COPY
+        }
 
     def in_dtype(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
         """t in a dtype; where that is another, the copy of that name, made once in a call."""
