@@ -77,16 +77,15 @@ compile(fused_halves.input_gradient_kernel, 4, halves, WAITING=2, **sizes)
 rounded = dict.fromkeys(("u", "out", "grad_y", "grad_g", "grad_u", "rounded", "g"), "*bf16")
 compile(fused_steps.outputs_kernel, 4, rounded, BLOCK_R=1, BLOCK_D=1024, T=tl.float32)
 compile(fused_steps.scores_matrix_kernel, 4, rounded, FIXED=False, BLOCK_R=1, BLOCK_D=1024, T=tl.float32)
-vectors = {"v": "*bf16", "mean": "*fp32", "rstd": "*fp32"}
+vectors = {"v": "*bf16", "grad_v": "*bf16"}
 compile(fused_norm.normalize_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
-vectors = {"grad_v": "*bf16", "mean": "*fp32", "rstd": "*fp32"}
 compile(fused_norm.normalize_backward_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
 compile(arrange.features_kernel, 4, {"M": "*fp32", "out": "*bf16"}, BLOCK=1024)
 compile(arrange.columns_kernel, 4, {"M": "*fp32", "out": "*fp16"}, BLOCK=1024)
 steps = {"BLOCK_B": 8, "BLOCK_N": 128, "T": tl.float32}
 of_one = {"ONE": True, "ROUNDS": True, "BLOCK_R": 8, "BLOCK_D": 128}
 compile(fused_steps.outputs_backward_kernel, 4, rounded, **of_one, **steps)
-compile(fused_steps.predictions_backward_kernel, 4, rounded, **steps)
+compile(fused_steps.predictions_backward_kernel, 4, rounded, OF_B=True, **steps)
 """
 
 

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from vecroute.ops.chunked_steps import scaled as scaled
-from vecroute.ops.common import normalize
 from vecroute.ops.fused import triton_dtype
 from vecroute.ops.fused_norm import normalized, normalized_backward
 from vecroute.ops.fused_pairs import add_to
@@ -63,11 +62,11 @@ def scores_matrix_kernel(
 
 @triton.jit
 def scale_backward(grad, x, W, sqrt_n_inp, grad_x, u, grad_W, grad_B, k, part, first, last, n, grad_b,
-                   grad_x_b, fresh, OF_SUM: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
-                   T: tl.constexpr):  # fmt: skip
+                   grad_x_b, fresh, OF_SUM: tl.constexpr, OF_B: tl.constexpr, BLOCK_B: tl.constexpr,
+                   BLOCK_N: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """Some of n numbers j, d: grad_x = W grad; summed over samples, grad_W of x grad and grad_B of grad.
 
-    If OF_SUM, x is divided by sqrt_n_inp beforehand, u = W x, and there is no B.
+    If OF_SUM, x is divided by sqrt_n_inp beforehand and u = W x. There is a grad_B if OF_B.
     """
     o = k.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     m_o = o < n
@@ -89,7 +88,7 @@ def scale_backward(grad, x, W, sqrt_n_inp, grad_x, u, grad_W, grad_B, k, part, f
         sum_B += b_grad
         tl.store(grad_x + b * grad_x_b + o, b_grad_x.to(grad_x.dtype.element_ty), mask=m)
     add_to(grad_W + part * n + o, tl.sum(sum_W, 0)[None, :], m_o, fresh, T)
-    if not OF_SUM:
+    if OF_B:
         add_to(grad_B + part * n + o, tl.sum(sum_B, 0)[None, :], m_o, fresh, T)
 
 
@@ -155,7 +154,7 @@ def outputs_backward_kernel(
     k_B, k_s = k - n_W, k - n_W - n_B
     if k_B < 0:
         scale_backward(grad_u, y, W_F1, sqrt_n_inp, grad_y, u, grad_W_F1, grad_W_F1, k, part, first, last,
-                       n_d, n_d, grad_y_b, fresh_W, True, BLOCK_B, BLOCK_N, T)  # fmt: skip
+                       n_d, n_d, grad_y_b, fresh_W, True, False, BLOCK_B, BLOCK_N, T)  # fmt: skip
     elif k_s < 0:
         bias_backward(grad_x_out, s, grad_B_F2, k_B, part, first, last, n_out, d_out, n_h, fresh_B, BLOCK_B,
                       BLOCK_N, T)  # fmt: skip
@@ -170,13 +169,14 @@ def predictions_backward_kernel(
     grad_x_hat, g, W_G2, grad_g,  # [b, j, d] twice, [j, d], [b, j, d]
     grad_W_G2, grad_B_G2,  # [parts, j, d] each
     n_batch, n_d, grad_x_hat_b, step, fresh,  # as above
+    OF_B: tl.constexpr,  # whether the gradient of B_G2 is needed
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x_hat = W_G2 g + B_G2."""
     k, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last = part * step, tl.minimum((part + 1) * step, n_batch)
     scale_backward(grad_x_hat, g, W_G2, g, grad_g, grad_g, grad_W_G2, grad_B_G2, k, part, first, last, n_d,
-                   grad_x_hat_b, n_d, fresh, False, BLOCK_B, BLOCK_N, T)  # fmt: skip
+                   grad_x_hat_b, n_d, fresh, False, OF_B, BLOCK_B, BLOCK_N, T)  # fmt: skip
 
 
 def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
@@ -196,9 +196,8 @@ def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``chunked_steps.predicted``."""
     dtype, size = p.step_dtype, (*x_out.shape[:2], p.w.W_G1.shape[1])
     g = x_out.new_empty(size, dtype=dtype) if out is None else out  # [b, j, d]
-    rounds = dtype != x_out.dtype and x_out.shape[-1] > 1
-    v = normalized(x_out, dtype)[0] if rounds else normalize(x_out).to(dtype)  # [b, j, h]
-    add_product(g.flatten(0, 1), v.flatten(0, 1), p.in_dtype("W_G1", p.w.W_G1, v.dtype), fresh=True)
+    v = normalized(x_out, dtype)  # [b, j, h]
+    add_product(g.flatten(0, 1), v.flatten(0, 1), p.in_dtype("W_G1", p.w.W_G1, dtype), fresh=True)
     return g
 
 
@@ -253,20 +252,19 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
     grad_g = torch.empty_like(g, dtype=p.step_dtype)  # [b, j, d]
     blocks, (parts, step) = sum_blocks(b), parts_of(b, j * d)
     grad_W, fresh = sums_of(p, grads, "W_G2", parts)  # [parts, j, d]
-    grad_B, _ = sums_of(p, grads, "B_G2", parts)  # [parts, j, d]
+    own = b == 1 and not p.variable and "B_G2" not in grads  # grad_x_hat itself; it has no other rows
+    grad_B = grad_x_hat if own else sums_of(p, grads, "B_G2", parts)[0]  # [parts, j, d]
     predictions_backward_kernel[triton.cdiv(j * d, blocks["BLOCK_N"]), parts](
         grad_x_hat, g, p.w.W_G2, grad_g, grad_W, grad_B, b, j * d, grad_x_hat.stride(0), step, fresh,
-        T=triton_dtype(p), **blocks,
+        OF_B=not own, T=triton_dtype(p), **blocks,
     )  # fmt: skip
     add_parts(grads, "W_G2", grad_W)
     add_parts(grads, "B_G2", grad_B)
-    v, rows = x_out, grad_g.view(-1, d)  # [b, j, h], [b j, d]
-    if h > 1:
-        v, mean, rstd = normalized(x_out, rows.dtype)  # [b, j, h], [b, j, 1] twice
-    add_gradient(p, grads, "W_G1", v.flatten(0, 1).to(rows.dtype).mT, rows)
-    grad_v = torch.empty_like(x_out, dtype=rows.dtype)  # [b, j, h]
+    grad_v, rows = grad_g.new_empty(b, j, h), grad_g.view(-1, d)  # [b, j, h], [b j, d]
     add_product(grad_v.view(-1, h), rows, p.in_dtype("W_G1", p.w.W_G1, rows.dtype).mT, fresh=True)
-    return grad_v.to(p.dtype) if h == 1 else normalized_backward(grad_v, x_out, mean, rstd)
+    v, grad_x_out = normalized_backward(grad_v, x_out)  # [b, j, h] each
+    add_gradient(p, grads, "W_G1", v.flatten(0, 1).mT, rows)
+    return grad_x_out
 
 
 def row_blocks(n: int) -> dict[str, int]:
