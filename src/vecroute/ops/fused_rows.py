@@ -102,6 +102,11 @@ def sums_kernel(
 
 
 @triton.jit
+def add_three(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
+
+
+@triton.jit
 def give(pointer, value, m, ADD: tl.constexpr):
     """Store, or add to what is stored."""
     if ADD:
@@ -149,22 +154,22 @@ def rows_backward_kernel(
         if ADD and WAITS:  # all of a row is loaded before the sums below, and written after them
             used_before = tl.load(p_waiting, mask=m, other=0.0).to(tl.float32)
             ignored_before = tl.load(p_waiting + n_out, mask=m, other=0.0).to(tl.float32)
-        ignored = tl.sum(b_ign * grad_phi, 0)
         if FIRST:
             R = 1.0 / n_out
-            used = tl.sum(b_sum * grad_phi, 0) * R
+            of_f = tl.sum((b_sum * R - b_ign) * grad_phi, 0)
         else:
             o_dot = (o_pair * dot_i + dot_0) * VEC
             z, b_dot, b_W = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
             R, rest = logistic(z, m)
-            of_row = tl.sum(R, 0)
-            used = tl.sum(R * (b_sum * grad_phi), 0)
+            # All at once, since a sum waits for all threads.
+            ignored, of_row, used = tl.reduce((b_ign * grad_phi, R, R * (b_sum * grad_phi)), 0, add_three)
             if of_row < 1e-30:
                 R = of_small(dot, W_S, B_S, o_dot, o_S, o_j, m)
                 of_row = tl.sum(R, 0)
                 used = tl.sum(R * (b_sum * grad_phi), 0)
             R *= 1.0 / of_row
             used *= 1.0 / of_row
+            of_f = used - ignored
             grad_z = R * (b_sum * grad_phi - used) * rest * b_f
             give(grad_W_S + o_grad + o_j, grad_z * b_dot, m, ADD)
             give(grad_B_S + o_grad + o_j, grad_z, m, ADD)
@@ -183,10 +188,10 @@ def rows_backward_kernel(
             give(grad_use + o_grad + o_j, grad_sum, m, ADD and not WAITS)
             give(grad_ign + o_grad + o_j, grad_sum - grad_phi, m, ADD and not WAITS)
         p_f = grad_f + b * f_b + o_row
-        total = tl.load(p_f) + used - ignored
+        of_f += tl.load(p_f)
         if FIRST:
-            total *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
-        tl.store(p_f, total)
+            of_f *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
+        tl.store(p_f, of_f)
 
 
 @cache
