@@ -65,7 +65,6 @@ for first in (True, False):
     rows = {"FIRST": first, "STAGES": 2, "BLOCK_J": 1024, "VEC": 4}
     compile(fused_rows.rows_kernel, 4, pairs, **rows)
     compile(fused_rows.rows_backward_kernel, 4, pairs, ADD=first, WAITS=True, **rows)
-compile(fused_rows.sums_kernel, 8, BLOCK_K=128, BLOCK_J=32)
 compile(fused_activations.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 sizes = {"BLOCK_I": 4, "BLOCK_D": 128, "T": tl.float32}
 compile(fused_activations.activations_backward_kernel, 4, GRAD_X=True, **sizes)
@@ -94,7 +93,7 @@ def test_every_kernel_compiles():
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 24
+    assert len(done.stdout.split()) == 23
 
 
 def log_of_compilation(source: str) -> str:

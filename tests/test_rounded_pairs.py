@@ -142,26 +142,6 @@ def test_sums_of_phi_are_of_what_it_was_before(dtypes, monkeypatch):
     torch.testing.assert_close(phi.float(), exact, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("size", [(1, 250, 4000), (3, 1, 40), (2, 129, 33)], ids=str)
-def test_sums_over_programs(size, nan_filled_memory):
-    parts, out = torch.randn(size), torch.empty(size[0], 2, size[2])[:, 0]  # [b, k, j], [b, j]
-    add_sum = fused_rows.summer(out, size[1])
-    add_sum(parts.mT, fresh=True)
-    torch.testing.assert_close(out, parts.sum(1), rtol=1e-5, atol=1e-4)
-    add_sum(parts.mT, fresh=False)
-    torch.testing.assert_close(out, 2 * parts.sum(1), rtol=1e-5, atol=1e-4)
-
-
-def test_what_sums_phi(monkeypatch):
-    """The kernel, where phi has its neighbours in j."""
-    p, seen = make_problem(make(40, 24, 2), torch.randn(40, 32)), []
-    monkeypatch.setattr(fused_rows, "summer", lambda out, n_parts: seen.append(n_parts))
-    phi = torch.randn(1, 40, 24)
-    fused.summer(p, torch.empty(1, 24), phi.mT)
-    fused.summer(p, torch.empty(1, 24), phi.mT.contiguous())
-    assert seen == [40]
-
-
 @pytest.mark.parametrize("shift", [35, -200])
 @pytest.mark.parametrize("n_iters", [2, 3])
 def test_extreme_scores(shift, n_iters):

@@ -95,8 +95,6 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
 
 def summer(p: Problem, out: Tensor, values: Tensor):
     """As ``chunked.summer``."""
-    if p.pair_dtype != p.dtype and values.mT.is_contiguous():
-        return fused_rows.summer(out, values.shape[-1])
     return fused_sums.summer(out, values)
 
 

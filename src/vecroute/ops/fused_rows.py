@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, has_all_rows
 from vecroute.ops.columns import Columns
-from vecroute.ops.fused_pairs import add_to, in_units
+from vecroute.ops.fused_pairs import in_units
 from vecroute.ops.problem import Problem
 
 
@@ -84,21 +84,6 @@ def rows_kernel(
         tl.store(phi + o_pair * n_out + o_j, b_phi.to(phi.dtype.element_ty), mask=m)
         total += b_phi
     tl.store(sums + (b * tl.num_programs(0) + part) * n_out + o_j, total, mask=m)
-
-
-@triton.jit
-def sums_kernel(
-    sums, out,  # [b, k, j], [b, j]
-    n_parts, n_out, out_b, fresh, BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr,
-):  # fmt: skip
-    """Add sums over k to out, or store them if fresh."""
-    o_j, b = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)[None, :], tl.program_id(1).to(tl.int64)
-    total = tl.zeros([BLOCK_K, BLOCK_J], tl.float32)
-    for start in range(0, n_parts, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)[:, None]
-        o = (b * n_parts + k) * n_out + o_j
-        total += tl.load(sums + o, mask=(k < n_parts) & (o_j < n_out), other=0.0)
-    add_to(out + b * out_b + o_j, tl.sum(total, 0)[None, :], o_j < n_out, fresh, tl.float32)
 
 
 @triton.jit
@@ -235,16 +220,6 @@ def coefficients(p: Problem, like: Chunk, dot, f: Tensor, dtype: torch.dtype, ro
         **in_units({"dot_i": dot.stride(1)}, p.n_out),
     )  # fmt: skip
     return phi, sums.mT, lambda chunk: launch(start=chunk.rows.start)
-
-
-def summer(out: Tensor, n_parts: int):
-    """As ``products.summer``, of values [b, j, k] with neighbours in j."""
-    b, n_out = out.shape
-    launch = partial(
-        sums_kernel[triton.cdiv(n_out, 32), b], out=out, n_parts=n_parts, n_out=n_out, out_b=out.stride(0),
-        BLOCK_K=128, BLOCK_J=32, num_warps=8,
-    )  # fmt: skip
-    return lambda values, fresh: launch(sums=values, fresh=int(fresh))
 
 
 def backward(p: Problem, like: Chunk, pairs, columns: Columns, f, grad_s, grad_f, grads, stored: bool):
