@@ -16,12 +16,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vecroute.ops import arrange, fused_activations, fused_halves, fused_norm, fused_pairs, fused_product
-from vecroute.ops import fused_rows, fused_steps, fused_sums
+from vecroute.ops import arrange, fused_activations, fused_halves, fused_matrix, fused_norm, fused_pairs
+from vecroute.ops import fused_product, fused_rows, fused_steps, fused_sums
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
 POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
-POINTERS += " beta_use beta_ign sums values"
+POINTERS += " beta_use beta_ign sums values W_use W_ign B_use B_ign bias"
 POINTERS = POINTERS.split()
 
 
@@ -58,6 +58,14 @@ compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=False, HALVED=True,
 of_halves = {"pairs": "*bf16", "results": "*fp16"}
 compile(fused_pairs.coefficients_backward_kernel, 8, of_halves, ADDS_UP=False, HALVED=True, **one_tile)
 compile(fused_pairs.coefficients_backward_kernel, 8, ADDS_UP=True, HALVED=False, **variable, **whole)
+tiles = {"BLOCK_Q": 32, "BLOCK_D": 32}
+compile(fused_matrix.shared_rows_kernel, 4, PRIOR=0.01, FLAT=True, T=tl.float32, **tiles)
+for first in (True, False):
+    of_rows = {"PRIOR": 0.01, "FLAT": first, "FIRST": first, "BLOCK_B": 32, "T": tl.float32}
+    compile(fused_matrix.shared_rows_backward_kernel, 4, {"grad": "*fp32"}, **of_rows, **tiles)
+compile(fused_matrix.stacked_kernel, 4, {"own": "*bf16", "shared": "*fp32", "out": "*bf16"}, **tiles)
+by_row = {"BLOCK_R": 1, "BLOCK_D": 1024, "T": tl.float32}
+compile(fused_matrix.scores_matrix_backward_kernel, 4, {"grad": "*fp32", "g": "*bf16"}, **by_row)
 compile(fused_sums.sum_rows_kernel, 8, BLOCK_I=1024, BLOCK_J=8, VEC=4, T=tl.float32)
 compile(fused_pairs.sum_samples_kernel, 4, BLOCK_B=32, BLOCK_N=32, T=tl.float32)
 pairs = dict.fromkeys(("pairs", "dot", "phi", "waiting"), "*bf16")
@@ -93,7 +101,7 @@ def test_every_kernel_compiles():
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 23
+    assert len(done.stdout.split()) == 28
 
 
 def log_of_compilation(source: str) -> str:

@@ -6,10 +6,11 @@ from samples import with_noise
 from tolerance import assert_layer_as_good
 
 import vecroute as vr
-from vecroute.ops import Tuning, fused_sums, passes, products
+from vecroute.ops import Tuning, chunked, chunked_steps, fused, fused_steps, fused_sums, passes, products
 from vecroute.ops.chunks import Chunk
 from vecroute.ops.columns import Columns
 from vecroute.ops.library import operator_arguments, problem
+from vecroute.ops.problem import Grads
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -101,3 +102,66 @@ def test_few_sums_are_left_to_pytorch(monkeypatch):
     fused_sums.summer(torch.empty(2, 256), torch.empty(2, 256, 5))
     assert fused_sums.summer(torch.empty(2, 256), torch.empty(2, 7, 256).mT) is not None
     assert asked == [3, 5]
+
+
+@pytest.mark.parametrize("n_out", [3, 40])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_rows_that_samples_share(dtype, flat, n_out, nan_filled_memory):
+    """For c alone, and with a_inp and zeros."""
+    layer = make(n_out=n_out, d_inp=37, dtype=dtype)
+    p = problem_of(layer, torch.randn(2, 5, 37).to(dtype))
+    n_c = n_out if flat else 2 * n_out
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}  # one adds them in bfloat16
+    for n in (n_c, n_c + 1, n_c + 6):
+        for found, expected in zip(
+            fused.shared_rows(p, flat, n), chunked.shared_rows(p, flat, n), strict=True
+        ):
+            assert len(found) == n
+            torch.testing.assert_close(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize("b", [3, 40])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("flat", [True, False])
+def test_gradient_of_rows_that_samples_share(flat, first, b, nan_filled_memory):
+    layer = make(n_out=35, d_inp=37)
+    p = problem_of(layer, torch.randn(b, 5, 37))
+    p.sqrt_n_inp += torch.rand(b, 1)
+    n = (35 if flat else 70) + 2 * first
+    grad, sums, found, expected = torch.randn(n, 37), torch.randn(b, n + 4)[:, 4:], Grads(), Grads()
+    fused.shared_rows_backward(p, grad, sums, flat, first, found)
+    chunked.shared_rows_backward(p, grad, sums, flat, first, expected)
+    assert len(found) == (6 if first else 4)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [5, 61])
+def test_matrices_with_rows_that_samples_share(n, dtype, nan_filled_memory):
+    """With neighbours, and aligned, where a product with rows of pairs sums."""
+    own = torch.randn(3, n + 4, 37).to(dtype)[:, :n]  # [b, k, d]
+    shared = torch.randn(33, 37).bfloat16().float()  # [q, d], which nothing need round
+    found = fused.stacked(own, shared)
+    assert torch.equal(found, chunked.stacked(own, shared))
+    assert found.stride(1) == 1
+    assert found.stride(2) % 8 == 0
+    assert fused.stacked(own, None) is own
+
+
+def test_gradient_of_the_matrix_of_scores(nan_filled_memory):
+    layer = make(n_out=5, d_inp=37)
+    p = problem_of(layer, torch.randn(3, 6, 37))
+    grad, sums, g = torch.randn(3, 9, 37)[:, :5], torch.randn(3, 9)[:, :5], torch.randn(3, 5, 37)
+    found, expected = {}, {}
+    for steps, values in ((fused_steps, found), (chunked_steps, expected)):
+        grads = Grads()
+        for _ in range(2):  # stored, then added
+            values["x_hat"] = steps.scores_matrix_backward(p, grad.clone(), sums, g, grads)  # [b, j, d]
+        values |= grads
+    assert found.keys() == expected.keys() == {"x_hat", "W_S", "B_S"}
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda m, name=name: f"{name}: {m}")

@@ -6,11 +6,13 @@ Few operations, in place where they can be: on a CPU these cost as much as the p
 from typing import Any
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from vecroute.ops import products
 from vecroute.ops.chunks import Chunk, Room, of_chunk, use_of
-from vecroute.ops.problem import Problem, over_samples
+from vecroute.ops.columns import with_shared
+from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import accumulate, add
 
 
@@ -123,6 +125,41 @@ def turn(
     torch.mul(u, f[..., None], out=results[..., :n_out])
     if columns.first:
         activations_backward(p, chunk, f, grad_f, results[..., columns.a :] if p.variable else None)
+
+
+def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
+    """Rows of M that give c_sum and c_ign, or if flat the one c; if n is more, a_inp, and zeros up to n.
+
+    Returns:
+        The rows [n, d], and what is added to their products, [n].
+    """
+    W, B = p.W_c, p.B_c  # [2 j, d], [2 j]
+    if flat:
+        W, B = W[: p.n_out] * p.prior - W[p.n_out :], B[: p.n_out] * p.prior - B[p.n_out :]  # [j, d], [j]
+    if n == len(W):
+        return W, B
+    zeros = W.new_zeros(n - len(W) - 1, W.shape[1])  # [0 to 7, d]
+    return torch.cat((W, p.w.W_A.to(W.dtype), zeros)), nnf.pad(B, (0, n - len(B)))  # [n, d], [n]
+
+
+def shared_rows_backward(p: Problem, grad: Tensor, sums: Tensor, flat: bool, first: bool, grads: Grads):
+    """Hand over the gradients of the parameters in these rows, from theirs [n, d], and that of B_A.
+
+    Args: sums [b, n] over the inputs of the gradients of what the rows gave; and whether they have a_inp.
+    """
+    k = p.n_out if flat else 2 * p.n_out
+    for name, of_c in (("W", grad[:k].mT), ("B", sums[:, :k].sum(0))):
+        use, *ign = of_c.split(p.n_out, -1)  # [d, j] or [j] each
+        grads.add(f"{name}_use", use * p.prior if flat else use)
+        grads.add(f"{name}_ign", use * (p.prior - 1) if flat else use + ign[0])
+    if first:
+        grads.add("W_A", grad[None, k].clone())  # [1, d]
+        grads.add("B_A", (sums[:, k, None] * p.sqrt_n_inp).sum(0))  # [1]
+
+
+def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
+    """Rows of M that each sample has for itself, [b, k, d], and those that all share; [b, q, d]."""
+    return with_shared(own, shared)
 
 
 def betas(p: Problem, chunk: Chunk, c, first: bool, room: Room) -> tuple[Tensor, Any]:

@@ -29,6 +29,16 @@ def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
     return torch.mul(scaled(p, g), p.w.W_S.mT, out=out) if p.variable else scaled(p, g, out)
 
 
+def scores_matrix_backward(p: Problem, grad: Tensor, sums: Tensor, g: Tensor, grads: Grads) -> Tensor:
+    """Of a variable length, grad_x_hat from that of x_hat W_S, [b, j, d], in place; and W_S's and B_S's.
+
+    Args: sums [b, j] of the gradient of z over i, and g [b, j, d] from ``predicted``.
+    """
+    grads.add("W_S", scaled(p, g).mul_(grad).sum((0, 2))[None])  # [1, j]
+    grads.add("B_S", sums.sum(0, keepdim=True))  # [1, j]
+    return grad.mul_(p.w.W_S.mT)  # [b, j, d]
+
+
 def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads: Grads, out: Tensor):
     """Fill out with grad_y [b, j, d], from grad_x_out [b, j, h]; give grad_s [b, j]."""
     sqrt_n_inp = p.sqrt_n_inp[..., None]  # [b, 1, 1]

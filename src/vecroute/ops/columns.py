@@ -50,31 +50,24 @@ class Columns:
         flat = self.flat and not self.filling
         self.n_c = p.n_out if flat else 2 * p.n_out
         if self.kept is None or self.filling:
-            B_c = self._flatten(p.B_c) if flat else p.B_c  # [j or 2 j]
-            self.computed = self._with_activations(flat)  # [q - k, d]
+            self.computed, bias = self._shared_rows(flat)  # [q - k, d], [q - k]
             self.n_computed += len(self.computed)
-            self.bias = nnf.pad(B_c, (n_own, len(self.computed) - len(B_c)))  # [q]
+            self.bias = nnf.pad(bias, (n_own, 0)) if n_own else bias  # [q]
         if self.forward:
             self.a += self.n_c
         elif self.first or not self.adds_up:
             other = self.computed is None or (flat and self.adds_up)
             flat &= not self.adds_up
-            self.shared = self._with_activations(flat) if other else self.computed  # [q - k, d]
+            self.shared = self._shared_rows(flat)[0] if other else self.computed  # [q - k, d]
             self.a += p.n_out if flat else 2 * p.n_out
             self.n += len(self.shared)
 
-    def _flatten(self, c: Tensor) -> Tensor:
-        c_sum, c_ign = c.chunk(2)
-        return torch.mul(c_sum, self.p.prior).sub_(c_ign)
-
-    def _with_activations(self, flat: bool) -> Tensor:
+    def _shared_rows(self, flat: bool) -> tuple[Tensor, Tensor]:
         """Rows that give c; in the first iteration W_A is one more, and zeros that keep columns aligned."""
-        W = self._flatten(self.p.W_c) if flat else self.p.W_c  # [j or 2 j, d]
-        if not self.first:
-            return W
-        n_zeros = aligned(self.n_own + len(W) + 1) - (self.n_own + len(W) + 1)
-        zeros = W.new_zeros(n_zeros, W.shape[1])  # [0 to 7, d]
-        return torch.cat((W, self.p.w.W_A.to(W.dtype), zeros))  # [q - k, d]
+        n = self.p.n_out if flat else 2 * self.p.n_out
+        if self.first:
+            n = aligned(self.n_own + n + 1) - self.n_own
+        return self.p.pairs.shared_rows(self.p, flat, n)  # [q - k, d], [q - k]
 
     def matrix(self, samples: slice, shared: Any) -> Any:
         """M of some samples, [b, q, d], or [1, q, d] if it is the same for all; None if there is nothing.
@@ -141,26 +134,13 @@ class Columns:
         """
         p, n = self.p, 0 if self.first else self.p.n_out
         if self.shared is not None:
-            self._finish_shared(over_samples(grad_M[:, n:]), sums[:, n:], grads)
+            flat = self.flat and not self.adds_up
+            grad_rows = over_samples(grad_M[:, n:])  # [q - k, d]
+            p.pairs.shared_rows_backward(p, grad_rows, sums[:, n:], flat, self.first, grads)
         grad_x_hat = grad_M[:, :n]  # [b, j, d]
         if self.first or not p.variable:
             return grad_x_hat
-        x_hat = p.steps.scaled(p, g)  # [b, j, d]
-        grads.add("W_S", x_hat.mul_(grad_x_hat).sum((0, 2))[None])  # [1, j]
-        grads.add("B_S", sums[:, :n].sum(0, keepdim=True))  # [1, j]
-        return grad_x_hat.mul_(p.w.W_S.mT)  # [b, j, d]
-
-    def _finish_shared(self, grad_rows: Tensor, grad_B: Tensor, grads) -> None:
-        """The same for the shared rows, [q - k, d], and their sums, [b, q - k]."""
-        flat = self.flat and not self.adds_up
-        k = self.p.n_out if flat else 2 * self.p.n_out
-        for name, grad in (("W", grad_rows[:k].mT), ("B", grad_B[:, :k].sum(0))):
-            grad_use, grad_ign = split_betas(self.p, grad, flat)
-            grads.add(f"{name}_use", grad_use)
-            grads.add(f"{name}_ign", grad_ign)
-        if self.first:
-            grads.add("W_A", grad_rows[None, k].clone())  # [1, d]
-            grads.add("B_A", (grad_B[:, k, None] * self.p.sqrt_n_inp).sum(0))  # [1]
+        return p.steps.scores_matrix_backward(p, grad_x_hat, sums[:, :n], g, grads)  # [b, j, d]
 
 
 def aligned(n: int) -> int:
@@ -173,11 +153,3 @@ def with_shared(own: Any, shared: Any) -> Any:
     if own is None or shared is None:
         return own if shared is None else shared[None]  # [b, k, d] or [1, q - k, d]
     return torch.cat((own, shared.to(own.dtype).expand(len(own), -1, -1)), 1)  # [b, q, d]
-
-
-def split_betas(p: Problem, grad_c: Tensor, flat: bool) -> tuple[Tensor, Tensor]:
-    """The gradients with respect to beta_use and beta_ign, from that of c_sum and c_ign, or of the flat c."""
-    if flat:
-        return grad_c * p.prior, grad_c * (p.prior - 1)
-    grad_sum, grad_ign = grad_c.chunk(2, -1)
-    return grad_sum, grad_sum + grad_ign

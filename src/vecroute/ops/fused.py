@@ -4,26 +4,24 @@ from functools import partial
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from vecroute.ops import fused_halves, fused_rows, fused_sums, input_gradient
 from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
 from vecroute.ops.fused_activations import activations_backward_kernel, activations_kernel
+from vecroute.ops.fused_matrix import shared_rows as shared_rows
+from vecroute.ops.fused_matrix import shared_rows_backward as shared_rows_backward
+from vecroute.ops.fused_matrix import stacked as stacked
 from vecroute.ops.fused_pairs import (
     coefficients_backward_kernel,
     coefficients_kernel,
     in_units,
     sum_samples_kernel,
+    triton_dtype,
 )
 from vecroute.ops.fused_product import rows_times
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import accumulate, has_kernel
-
-
-def triton_dtype(p: Problem) -> tl.dtype:
-    """What the kernels compute in."""
-    return tl.float64 if p.dtype == torch.float64 else tl.float32
 
 
 def blocks_of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[str, int]:

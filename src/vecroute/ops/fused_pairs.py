@@ -5,8 +5,16 @@ A program has some rows i of a sample and goes over all outputs j in blocks, onc
 again for the result; the second time the blocks come from the cache.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from vecroute.ops.problem import Problem
+
+
+def triton_dtype(p: Problem) -> tl.dtype:
+    """What the kernels compute in."""
+    return tl.float64 if p.dtype == torch.float64 else tl.float32
 
 
 def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.chunked_steps import scaled as scaled
-from vecroute.ops.fused import triton_dtype
+from vecroute.ops.fused_matrix import scores_matrix_backward as scores_matrix_backward
 from vecroute.ops.fused_norm import normalized, normalized_backward
-from vecroute.ops.fused_pairs import add_to
+from vecroute.ops.fused_pairs import add_to, triton_dtype
 from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import add_product
 

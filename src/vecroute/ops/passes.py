@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vecroute.ops import clusters, input_gradient, rounded_product
 from vecroute.ops.chunks import Chunk, Room, alike, as_operand, chunks, inputs, of_chunk
-from vecroute.ops.columns import Columns, aligned, with_shared
+from vecroute.ops.columns import Columns, aligned
 from vecroute.ops.problem import Grads, Problem, over_samples
 from vecroute.ops.products import (
     accumulate,
@@ -166,7 +166,7 @@ class InputGradient:
             self.place = place.view(torch.float16)  # [1, i, 2 d]
             self.top = place.new_zeros(n_iters + 1, place.shape[1])  # [1 + t, i], so far
         self.share = 5 if self.halved else 11 if self.waits else 30 if p.variable else 22
-        self.M: Any = None  # [b, w + j, d] those that wait and the first; where apart the shared rows too
+        self.M: Any = None  # [b, w + j, d] those that wait and the first
         self.columns: list[Columns] = []  # of the pairs that wait
         self.fresh = True
 
@@ -182,8 +182,7 @@ class InputGradient:
         if not self.waits or self.halved:
             return new_matrix(p, n)  # [b, n, d]
         if self.M is None:
-            n_all = self.n_all if self.apart else self.n_waiting + p.n_out
-            self.M = new_matrix(p, n_all)  # [b, w + j or w + q, d]
+            self.M = new_matrix(p, self.n_waiting + p.n_out)  # [b, w + j, d]
         w = self.n_waiting if first else len(self.columns) * n
         return self.M[:, w : w + n]  # [b, n, d]
 
@@ -249,13 +248,8 @@ class InputGradient:
             weights = [row_weights(M) for M in matrices]  # [1, q, 1] each
             self.weights = weights[-1].flatten()  # [q]
             return halves_of(matrices, weights) if columns.first else matrices[0]
-        if columns.first and self.apart:
-            M = self.M[samples]  # [b, w + q, d]
-            if columns.shared is not None:
-                M[:, self.n_waiting + p.n_out :] = columns.shared  # [q - j, d]
-            return M
         if columns.first and self.waits:
-            return with_shared(self.M[samples], columns.shared)  # [b, w + q, d]
+            return p.pairs.stacked(self.M[samples], columns.shared)  # [b, w + q, d]
         return columns.matrix(samples, columns.shared)  # [b, q, d]
 
 

@@ -1,0 +1,215 @@
+"""Triton kernels for M, what x_inp is multiplied with, in the words of ``fused_pairs``."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vecroute.ops.fused_pairs import sum_samples_kernel, triton_dtype
+from vecroute.ops.problem import Grads, Problem
+
+BLOCKS = {"BLOCK_Q": 32, "BLOCK_D": 32}
+
+
+@triton.jit
+def beta(use, ign, is_sum, PRIOR: tl.constexpr, FLAT: tl.constexpr):
+    """Parameters of c_sum or c_ign, or of the flat c, from those of beta_use and beta_ign."""
+    if FLAT:
+        return PRIOR * (use + ign) - ign
+    return tl.where(is_sum, use + ign, ign)
+
+
+@triton.jit
+def shared_rows_kernel(
+    W_use, W_ign, B_use, B_ign, W_A,  # [d, j] twice, [j] twice, [d]
+    out, bias,  # [q, d], [q]
+    n_out, n_rows, d_inp,
+    PRIOR: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """Rows that give c_sum and c_ign, or the flat c, then a_inp, then zeros; and what is added to them."""
+    q = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    n_c = n_out if FLAT else 2 * n_out
+    is_c, is_sum, j = q < n_c, q < n_out, q % n_out
+    o, m_d = d[:, None] * n_out + j[None, :], d[:, None] < d_inp
+    b_use = tl.load(W_use + o, mask=m_d & is_c[None, :], other=0.0).to(T)
+    b_ign = tl.load(W_ign + o, mask=m_d & is_c[None, :], other=0.0).to(T)
+    columns = beta(b_use, b_ign, is_sum[None, :], PRIOR, FLAT)  # [d, q]
+    b_A = tl.load(W_A + d, mask=d < d_inp, other=0.0).to(T)
+    rows = tl.where((q == n_c)[:, None], b_A[None, :], tl.trans(columns))
+    m = (q < n_rows)[:, None] & (d < d_inp)[None, :]
+    tl.store(out + q[:, None] * d_inp + d[None, :], rows, mask=m)
+    if tl.program_id(1) == 0:
+        bias_use = tl.load(B_use + j, mask=is_c, other=0.0).to(T)
+        bias_ign = tl.load(B_ign + j, mask=is_c, other=0.0).to(T)
+        tl.store(bias + q, beta(bias_use, bias_ign, is_sum, PRIOR, FLAT), mask=q < n_rows)
+
+
+@triton.jit
+def beta_backward(of_c, of_ign, PRIOR: tl.constexpr, FLAT: tl.constexpr):
+    """Gradients with respect to beta_use and beta_ign, from those of c_sum and c_ign, or of the flat c."""
+    if FLAT:
+        return PRIOR * of_c, (PRIOR - 1) * of_c
+    return of_c, of_c + of_ign
+
+
+@triton.jit
+def shared_rows_backward_kernel(
+    grad, sums,  # [q, d], [b, q] of the rows, and of what is added to their products
+    sqrt_n_inp,  # [b]
+    grad_W_use, grad_W_ign, grad_B_use, grad_B_ign, grad_W_A,  # as above
+    grad_B_A,  # [1]
+    n_out, n_batch, d_inp, sums_b,
+    PRIOR: tl.constexpr,
+    FLAT: tl.constexpr,
+    FIRST: tl.constexpr,  # whether there is a_inp
+    BLOCK_B: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ``shared_rows_kernel``, and that of B_A."""
+    j = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_j, m_d = j < n_out, d < d_inp
+    p_grad, m = grad + j[:, None] * d_inp + d[None, :], m_j[:, None] & m_d[None, :]
+    of_c = tl.load(p_grad, mask=m, other=0.0)
+    of_ign = tl.load(p_grad + tl.cast(n_out, tl.int64) * d_inp, mask=m & (not FLAT), other=0.0)
+    use, ign = beta_backward(of_c, of_ign, PRIOR, FLAT)
+    o, m = d[:, None] * n_out + j[None, :], m_d[:, None] & m_j[None, :]
+    tl.store(grad_W_use + o, tl.trans(use), mask=m)
+    tl.store(grad_W_ign + o, tl.trans(ign), mask=m)
+    n_c = n_out if FLAT else 2 * n_out
+    if FIRST and tl.program_id(0) == 0:
+        of_a = tl.load(grad + tl.cast(n_c, tl.int64) * d_inp + d, mask=m_d, other=0.0)
+        tl.store(grad_W_A + d, of_a, mask=m_d)
+    if tl.program_id(1) == 0:
+        sum_c = tl.zeros([BLOCK_B, BLOCK_Q], T)
+        sum_ign = tl.zeros([BLOCK_B, BLOCK_Q], T)
+        sum_a = tl.zeros([BLOCK_B], T)
+        for start in range(0, n_batch, BLOCK_B):
+            b = start + tl.arange(0, BLOCK_B).to(tl.int64)
+            m_b = b < n_batch
+            p_sums, m_sums = sums + b[:, None] * sums_b + j[None, :], m_b[:, None] & m_j[None, :]
+            sum_c += tl.load(p_sums, mask=m_sums, other=0.0)
+            sum_ign += tl.load(p_sums + n_out, mask=m_sums & (not FLAT), other=0.0)
+            if FIRST:
+                scale = tl.load(sqrt_n_inp + b, mask=m_b, other=0.0)
+                sum_a += scale * tl.load(sums + b * sums_b + n_c, mask=m_b, other=0.0)
+        bias_use, bias_ign = beta_backward(tl.sum(sum_c, 0), tl.sum(sum_ign, 0), PRIOR, FLAT)
+        tl.store(grad_B_use + j, bias_use, mask=m_j)
+        tl.store(grad_B_ign + j, bias_ign, mask=m_j)
+        if FIRST and tl.program_id(0) == 0:
+            tl.store(grad_B_A, tl.sum(sum_a, 0))
+
+
+@triton.jit
+def stacked_kernel(
+    own, shared,  # [b, k, d], [q - k, d]
+    out,  # [b, d, q]
+    n_own, n_rows, d_inp,  # k, q
+    own_b, out_b, out_d,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows of each sample, and after them those that all share, as columns."""
+    q = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    b = tl.program_id(2).to(tl.int64)
+    m_d, is_own, is_shared = (d < d_inp)[None, :], q < n_own, (q >= n_own) & (q < n_rows)
+    o = q[:, None] * d_inp + d[None, :]
+    rows = tl.load(own + b * own_b + o, mask=is_own[:, None] & m_d, other=0.0)
+    o = (q - n_own)[:, None] * d_inp + d[None, :]
+    after = tl.load(shared + o, mask=is_shared[:, None] & m_d, other=0.0)
+    rows = tl.where(is_own[:, None], rows, after.to(rows.dtype))
+    m = (d < d_inp)[:, None] & (q < n_rows)[None, :]
+    tl.store(out + b * out_b + d[:, None] * out_d + q[None, :], tl.trans(rows), mask=m)
+
+
+@triton.jit
+def scores_matrix_backward_kernel(
+    grad,  # [b, j, d] of x_hat W_S; turned into that of x_hat
+    g, W_G2, B_G2, W_S,  # [b, j, d], [j, d] twice, [j]
+    sums,  # [b, j] gradient of z, summed over i
+    parts,  # [2, b, j] gradients of W_S and B_S
+    n_rows, n_out, d_inp, grad_b, sums_b,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """The gradient of x_hat W_S, with x_hat = W_G2 g + B_G2; a row is one output of one sample."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    m_row, b, j = row < n_rows, row // n_out, row % n_out
+    b_S = tl.load(W_S + j, mask=m_row, other=0.0).to(T)
+    total = tl.zeros([BLOCK_R, BLOCK_D], T)
+    for start in range(0, d_inp, BLOCK_D):
+        o_d = start + tl.arange(0, BLOCK_D)[None, :]
+        m = m_row & (o_d < d_inp)
+        b_W = tl.load(W_G2 + j * d_inp + o_d, mask=m, other=0.0).to(T)
+        b_B = tl.load(B_G2 + j * d_inp + o_d, mask=m, other=0.0).to(T)
+        p_grad = grad + b * grad_b + j * d_inp + o_d
+        b_grad = tl.load(p_grad, mask=m, other=0.0)
+        total += b_grad * (b_W * tl.load(g + row * d_inp + o_d, mask=m, other=0.0).to(T) + b_B)
+        tl.store(p_grad, b_grad * b_S, mask=m)
+    tl.store(parts + row, tl.sum(total, 1)[:, None], mask=m_row)
+    b_sum = tl.load(sums + b * sums_b + j, mask=m_row, other=0.0)
+    tl.store(parts + n_rows + row, b_sum, mask=m_row)
+
+
+def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
+    """As ``chunked.shared_rows``."""
+    d = p.x_inp.shape[-1]
+    rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n)  # [q, d], [q]
+    grid = triton.cdiv(n, BLOCKS["BLOCK_Q"]), triton.cdiv(d, BLOCKS["BLOCK_D"])
+    shared_rows_kernel[grid](
+        p.w.W_use, p.w.W_ign, p.w.B_use, p.w.B_ign, p.w.W_A, rows, bias, p.n_out, n, d,
+        PRIOR=p.prior if flat else 0.0, FLAT=flat, T=triton_dtype(p), **BLOCKS,
+    )  # fmt: skip
+    return rows, bias
+
+
+def shared_rows_backward(
+    p: Problem, grad: Tensor, sums: Tensor, flat: bool, first: bool, grads: Grads
+) -> None:
+    """As ``chunked.shared_rows_backward``."""
+    names = ("W_use", "W_ign", "B_use", "B_ign", *(("W_A", "B_A") if first else ()))
+    found = [grad.new_empty(getattr(p.w, name).shape) for name in names]
+    grid = triton.cdiv(p.n_out, BLOCKS["BLOCK_Q"]), triton.cdiv(grad.shape[1], BLOCKS["BLOCK_D"])
+    shared_rows_backward_kernel[grid](
+        grad, sums, p.sqrt_n_inp, *found[:4], found[-2], found[-1], p.n_out, len(sums), grad.shape[1],
+        sums.stride(0), PRIOR=p.prior if flat else 0.0, FLAT=flat, FIRST=first, BLOCK_B=32,
+        T=triton_dtype(p), **BLOCKS,
+    )  # fmt: skip
+    for name, value in zip(names, found, strict=True):
+        grads.add(name, value)
+
+
+def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
+    """As ``chunked.stacked``; with neighbours in q, which a product of rows [b, i, q] with it likes best."""
+    if shared is None:
+        return own
+    (b, k, d), n = own.shape, own.shape[1] + len(shared)
+    out = own.new_empty(b, d, -(-n // 8) * 8)[..., :n]  # [b, d, q]
+    grid = triton.cdiv(n, BLOCKS["BLOCK_Q"]), triton.cdiv(d, BLOCKS["BLOCK_D"]), b
+    stacked_kernel[grid](own, shared, out, k, n, d, own.stride(0), *out.stride()[:2], **BLOCKS)
+    return out.mT
+
+
+def scores_matrix_backward(p: Problem, grad: Tensor, sums: Tensor, g: Tensor, grads: Grads) -> Tensor:
+    """As ``chunked_steps.scores_matrix_backward``."""
+    b, j, d = g.shape
+    parts, block = sums.new_empty(2, b, j), min(triton.next_power_of_2(d), 1024)  # [2, b, j]
+    scores_matrix_backward_kernel[triton.cdiv(b * j, 1024 // block),](
+        grad, g, p.w.W_G2, p.w.B_G2, p.w.W_S, sums, parts, b * j, j, d, grad.stride(0), sums.stride(0),
+        BLOCK_R=1024 // block, BLOCK_D=block, T=triton_dtype(p),
+    )  # fmt: skip
+    grad_W, grad_B = sums.new_empty(1, j), sums.new_empty(1, j)  # [1, j] each
+    sum_samples_kernel[triton.cdiv(j, 32), 2](
+        parts, grad_W, grad_B, grad_W, grad_B, b, j, 1, BLOCK_B=32, BLOCK_N=32, T=triton_dtype(p)
+    )
+    grads.add("W_S", grad_W)
+    grads.add("B_S", grad_B)
+    return grad
