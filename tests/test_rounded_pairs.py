@@ -6,7 +6,7 @@ from samples import with_noise
 from tolerance import rms, twin, upstream
 
 import vecroute as vr
-from vecroute.ops import Tuning, fused, fused_rows, passes
+from vecroute.ops import Tuning, fused, fused_rows, fused_steps, passes
 from vecroute.ops import problem as problems
 from vecroute.ops.chunks import Chunk, Room, as_operand
 from vecroute.ops.library import operator_arguments, problem
@@ -188,6 +188,18 @@ def test_dot_products_are_kept_for_a_backward_alone(missing, monkeypatch, nan_fi
     assert [len(each) for each in kept] == [0 if missing else 1, 0, 0]
     assert kept[0].dtype == torch.bfloat16
     assert kept[0].isfinite().all()
+
+
+def test_x_hat_is_made_once_if_it_is_small(monkeypatch, nan_filled_memory):
+    made, scores_matrix, n_iters = [], fused_steps.scores_matrix, 3
+    monkeypatch.setattr(fused_steps, "scores_matrix", lambda *args: made.append(1) or scores_matrix(*args))
+    layer, x_inp, results = make(20, 16, n_iters), torch.randn(20, 32), []
+    for missing in (0, 1):
+        monkeypatch.setattr(passes, "SMALL_COPY", (n_iters - 1) * 16 * 32 * 2 - missing)
+        results.append({name: value.clone() for name, value in under_autocast(layer, x_inp).items()})
+        assert len(made) == (n_iters - 1) * (3 if missing else 1)
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
 
 
 def test_kept_dot_products_can_be_used_twice():

@@ -268,6 +268,8 @@ class Streamed:
                 M = passes.new_matrix(p, p.n_out if g is None else 2 * p.n_out)  # [1, j or 2 j, d]
                 y, s = state.y[t], state.s[t]  # [1, j, d], [1, j]
                 grad_s = p.steps.outputs_backward(p, grad, y, s, grads, M[:, : p.n_out])  # [1, j]
+                if g is not None:
+                    p.steps.scores_matrix(p, g, M[:, p.n_out :])
                 grad_x_hat = self.backward_pass(weights, g, M, grad_s, grads, trained)  # [1, j, d]
                 if t > 0:
                     before = state.before[t - 1]  # [1, j, h]

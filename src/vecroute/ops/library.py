@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vecroute.ops import loop
 from vecroute.ops.common import Weights, compute_dtype, product_dtype, used_pairs, without_autocast
 from vecroute.ops.group import all_reduce
-from vecroute.ops.passes import new_kept
+from vecroute.ops.passes import new_kept, new_x_hat
 from vecroute.ops.problem import Problem, Tuning
 
 
@@ -38,7 +38,7 @@ def run_loop(
     n_iters: int,
     need_phi: bool,
     outputs: Sequence[int] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """x_out [b, j, h], phi [b, i, j] of the given outputs (None for all), what the backward pass needs."""
     p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, group)
     phi = x_inp.new_empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs), dtype=p.dtype)  # [b, i, j]
@@ -88,7 +88,7 @@ def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, imple
              empty(n_iters - 1, b, j, d, dtype=p.step_dtype), empty(*x_inp.shape[:2]))  # fmt: skip
     kept, phi = new_kept(p, n_iters), empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs))
     copies = [t.new_empty(t.shape, dtype=dtype) for t, dtype in p.kept_copies.values()]
-    return empty(b, j, h), phi, *saved, kept, copies
+    return empty(b, j, h), phi, *saved, kept, new_x_hat(p, n_iters), copies
 
 
 def run_loop_backward(
@@ -109,13 +109,15 @@ def run_loop_backward(
     g: Tensor,
     f_a_inp: Tensor,
     kept: Tensor,
+    x_hat: Tensor,
     copies: Sequence[Tensor],
     need_grad_x: bool,
 ) -> list[Tensor]:
     """Gradients of x_inp (empty if not needed) and of the weights."""
     p = problem(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, implementation, group)
     with tf32_under_autocast(p):
-        grad_x, grads = loop.backward(p, grad_x_out, y, s, before, g, f_a_inp, kept, copies, need_grad_x)
+        saved = y, s, before, g, f_a_inp, kept, x_hat, copies
+        grad_x, grads = loop.backward(p, grad_x_out, *saved, need_grad_x)
     parameters = {name: w for name, w in p.w._asdict().items() if w is not None}
     # Contiguous, as the fake below promises to compilers.
     grads_w = [

@@ -20,7 +20,7 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     Returns:
         x_out [b, j, h], and what the backward pass needs: y [t, b, j, d] and s [t, b, j] of every iteration,
         x_out [t - 1, b, j, h] and g [t - 1, b, j, d] before every iteration but the first, f(a_inp) [b, i],
-        what ``passes`` keep, and copies of ``p.kept_copies``.
+        what ``passes`` keep, x_hat too, and copies of ``p.kept_copies``.
     """
     b, (j, h), d = p.sqrt_n_inp.shape[0], p.w.B_F2.shape, p.x_inp.shape[-1]
 
@@ -31,7 +31,7 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     before = empty(n_iters - 1, b, j, h)  # [t - 1, b, j, h]
     g = empty(n_iters - 1, b, j, d, dtype=p.step_dtype)  # [t - 1, b, j, d]
     f_a_inp = empty(*p.x_inp.shape[:2])  # [b, i]
-    kept = passes.new_kept(p, n_iters)
+    kept, x_hat = passes.new_kept(p, n_iters), passes.new_x_hat(p, n_iters)  # and [t - 1 or 0, b, j, d]
     M = None
     for t in range(n_iters):
         last = t == n_iters - 1
@@ -40,13 +40,16 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
         p.total(y[t], s[t])
         x_out = p.steps.outputs(p, y[t], s[t], None if last else before[t])  # [b, j, h]
         if not last:
-            M = passes.new_matrix(p, p.n_out) if M is None else M  # [b, j, d]
+            if len(x_hat):
+                M = x_hat[t]  # [b, j, d]
+            elif M is None:
+                M = passes.new_matrix(p, p.n_out)  # [b, j, d]
             p.steps.scores_matrix(p, p.steps.predicted(p, x_out, g[t]), M)
     copies = [p.in_dtype(name, *of) for name, of in p.kept_copies.items()]
-    return x_out, y, s, before, g, f_a_inp, kept, copies
+    return x_out, y, s, before, g, f_a_inp, kept, x_hat, copies
 
 
-def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, copies, need_grad_x: bool):
+def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, x_hat, copies, need_grad_x: bool):
     """Gradients of x_inp (None if not needed) and of the parameters, from grad_x_out [b, j, h]."""
     n_iters = y.shape[0]
     p.copies.update(zip(p.kept_copies, copies, strict=True))
@@ -57,6 +60,10 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, copies, nee
         M = into.new_matrix(p, first=t == 0)  # [b, j or 2 j, d]
         grad_s = p.steps.outputs_backward(p, grad_x_out, y[t], s[t], grads, M[:, : p.n_out])  # [b, j]
         g_t, kept_t = g[t - 1] if t > 0 else None, passes.kept_in(p, kept, t)  # [b, j, d], [b, i, k]
+        if len(x_hat) and t > 0:
+            M[:, p.n_out :] = x_hat[t - 1]  # [b, j, d]
+        elif t > 0:
+            p.steps.scores_matrix(p, g_t, M[:, p.n_out :])
         fresh = t == n_iters - 1
         grad_x_hat = passes.backward_pass(
             p, g_t, f_a_inp, kept_t, M, grad_s, into, grad_f, grads, fresh

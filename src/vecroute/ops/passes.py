@@ -18,7 +18,7 @@ from torch import Tensor
 from vecroute.ops import clusters, input_gradient, rounded_product
 from vecroute.ops.chunks import Chunk, Room, alike, as_operand, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns, aligned
-from vecroute.ops.problem import Grads, Problem, over_samples
+from vecroute.ops.problem import SMALL_COPY, Grads, Problem, over_samples
 from vecroute.ops.products import (
     accumulate,
     accumulate_over_inputs,
@@ -50,6 +50,16 @@ def new_kept(p: Problem, n_iters: int) -> Tensor:
     keep = n_iters > 1 and b * i * k * p.pair_dtype.itemsize <= p.tuning.keep_bytes
     keep &= p.variable or p.x_inp.device.type == "cpu" or p.pair_dtype != p.dtype
     return p.x_inp.new_empty(b if keep else 0, i, k, dtype=p.pair_dtype)  # [b, i, k]
+
+
+def new_x_hat(p: Problem, n_iters: int) -> Tensor:
+    """Memory for the matrices of the scores, [t - 1, b, j, d], where copies of them take less than they do.
+
+    That is where they are small, and rounded: what they are made of is not.
+    """
+    b, (j, d) = len(p.sqrt_n_inp), p.w.W_F1.shape
+    keep = p.pair_dtype != p.dtype and (n_iters - 1) * b * j * d * p.operand_dtype.itemsize <= SMALL_COPY
+    return p.x_inp.new_empty(n_iters - 1 if keep else 0, b, j, d, dtype=p.operand_dtype)  # [t - 1, b, j, d]
 
 
 def kept_in(p: Problem, kept: Tensor, t: int) -> Tensor:
@@ -126,8 +136,8 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
             multiply(chunk, x)
             fill_phi(chunk)
             fresh = writes(p) and chunk.rows.start == 0
+            add_sum(to_sum, fresh)  # while it is in the cache
             accumulate_over_inputs(p, y_b, phi_T, x, fresh)
-            add_sum(to_sum, fresh)
             if phi_out is not None:
                 phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
@@ -264,11 +274,9 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
     Args:
         g: [b, j, d] from ``predicted``, or None in the first iteration.
         kept: from ``kept_in``.
-        M: [b, j or 2 j, d] grad_y, and where there is a g room for the matrix of the scores.
+        M: [b, j or 2 j, d] grad_y, and where there is a g the matrix of the scores.
     """
     first, room = g is None, Room()
-    if not first:
-        p.steps.scores_matrix(p, g, M[:, p.n_out :])
     columns = Columns(p, M, kept, first=first, forward=False, adds_up=into.waits)
     n_summed = columns.n - p.n_out
     new_sums = grad_s.new_empty if writes(p) else grad_s.new_zeros

@@ -15,7 +15,7 @@ from vecroute.ops.group import add_up
 # From how many outputs on bfloat16 pays for rounding float32 operands, found by trial on one H200; and up to
 # how many ``fused_rows`` has a whole row in registers.
 MANY_OUTPUTS, MOST_OUTPUTS = 1024, 4096
-SMALL_COPY = 2**26  # up to so many bytes a rounded copy is kept for all passes of a call and of its backward
+SMALL_COPY = 2**26  # up to so many bytes what is rounded is kept for all passes of a call and of its backward
 
 
 class Tuning(NamedTuple):

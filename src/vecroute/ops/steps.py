@@ -86,6 +86,7 @@ class StreamedSteps:
             g = p.steps.predicted(p, x_out)  # [b, j, d]
             M = into.new_matrix(p, first=False)  # [b, 2 j, d]
             grad_s = p.steps.outputs_backward(p, grad, y, s, grads, M[:, : p.n_out])  # [b, j]
+            p.steps.scores_matrix(p, g, M[:, p.n_out :])
             grad_x_hat = passes.backward_pass(
                 p, g, *shared, M, grad_s, into, grad_f, grads, fresh=True
             )  # [b, j, d]
