@@ -57,7 +57,7 @@ def new_x_hat(p: Problem, n_iters: int) -> Tensor:
 
     That is where they are small, and rounded: what they are made of is not.
     """
-    b, (j, d) = len(p.sqrt_n_inp), p.w.W_F1.shape
+    b, (j, d) = p.sqrt_n_inp.shape[0], p.w.W_F1.shape  # not len, which a compiler takes for a constant
     keep = p.pair_dtype != p.dtype and (n_iters - 1) * b * j * d * p.operand_dtype.itemsize <= SMALL_COPY
     return p.x_inp.new_empty(n_iters - 1 if keep else 0, b, j, d, dtype=p.operand_dtype)  # [t - 1, b, j, d]
 
