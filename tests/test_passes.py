@@ -95,13 +95,15 @@ def test_sums_over_inputs(dtype, n_inp, n, monkeypatch):
 
 
 def test_few_sums_are_left_to_pytorch(monkeypatch):
-    """And those of values that are neighbours in i."""
+    """And those of values that are neighbours in i, or of one long sample."""
     asked = []
     monkeypatch.setattr(products, "summer", lambda out, n_rows: asked.append(n_rows))
     fused_sums.summer(torch.empty(2, 255), torch.empty(2, 3, 255).mT)
     fused_sums.summer(torch.empty(2, 256), torch.empty(2, 256, 5))
     assert fused_sums.summer(torch.empty(2, 256), torch.empty(2, 7, 256).mT) is not None
-    assert asked == [3, 5]
+    fused_sums.summer(torch.empty(1, 512), torch.empty(1, 1, 512).expand(1, 2**13, 512).mT)
+    assert fused_sums.summer(torch.empty(1, 512), torch.empty(1, 7, 512).mT) is not None
+    assert asked == [3, 5, 2**13]
 
 
 @pytest.mark.parametrize("n_out", [3, 40])

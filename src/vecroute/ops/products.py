@@ -12,6 +12,7 @@ from vecroute.ops.problem import Problem
 
 # The blocks of ``fused_halves``, found by trial on one H200 for 1,000,000 rows.
 HALVES = {"BLOCK_I": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+MANY_ROWS = 2**13  # of one sample, from where on a product with ones sums them fastest
 
 
 def multiplier(p: Problem, M: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:
@@ -110,7 +111,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 def summer(out: Tensor, n_rows: int) -> Callable[[Tensor, bool], object]:
     """What adds to out [b, k] the sum over i of values [b, k, i], in place, or stores it if fresh."""
-    if out.is_cuda and len(out) == 1 and n_rows >= 2**13:
+    if out.is_cuda and len(out) == 1 and n_rows >= MANY_ROWS:
         # A product with ones is twice as fast as a sum of so many rows.
         total, ones = out[0], out.new_ones(n_rows)  # [k], [i]
         return lambda values, fresh: torch.addmv(total, values[0], ones, beta=0 if fresh else 1, out=total)
