@@ -1,5 +1,7 @@
 """Where the passes of ``fused`` put what they compute: kept, waiting, summed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from samples import with_noise
@@ -56,6 +58,9 @@ def test_pairs_wait_apart_within_the_budget(monkeypatch):
     into = passes.InputGradient(problem_of(layer, x_inp), 2, True)
     assert into.waits
     assert into.place is into.grad_x
+    monkeypatch.undo()
+    frugal = replace(problem_of(layer, x_inp), tuning=Tuning(keep_bytes=0))
+    assert not passes.InputGradient(frugal, 2, True).apart
 
 
 def test_products_that_are_kept_are_written_once(nan_filled_memory):

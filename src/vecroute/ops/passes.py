@@ -32,7 +32,8 @@ from vecroute.ops.products import (
 # One part in so many of x_inp that buffers of a forward pass may take on a GPU, by whether the length is
 # variable: with all else, 2 % of inputs and parameters. A backward pass has more (``InputGradient.share``).
 FORWARD_SHARE = {False: 22, True: 64}
-# Up to so many bytes ``fused`` has memory for all pairs of a backward, which then wait nowhere else.
+# Up to so many bytes, and twice ``Tuning.keep_bytes``, ``fused`` has memory for all pairs of a backward,
+# which then wait nowhere else.
 WHOLE_BYTES = 2**27
 
 
@@ -183,8 +184,8 @@ class InputGradient:
     def _is_little(self, p: Problem) -> bool:
         """Whether the pairs of all iterations, and M of every sample, may have memory of their own."""
         (b, i, d), n_samples = p.x_inp.shape, len(p.sqrt_n_inp)
-        n = aligned(self.n_all) * (b * i + n_samples * d)
-        return p.implementation == "fused" and n * p.dtype.itemsize <= WHOLE_BYTES
+        size = aligned(self.n_all) * (b * i + n_samples * d) * p.dtype.itemsize
+        return p.implementation == "fused" and size <= min(WHOLE_BYTES, 2 * p.tuning.keep_bytes)
 
     def new_matrix(self, p: Problem, first: bool) -> Tensor:
         """Memory for rows of M: those of grad_y, and where it is not the first iteration of the scores."""
