@@ -104,6 +104,7 @@ def test_without_a_compiler_it_goes_another_way(calls, no_compiler):
 
 
 @GPU
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # PyTorch captures on another
 @pytest.mark.parametrize("rounded", [False, True], ids=["tf32", "autocast"])
 def test_captured(rounded, calls):
     layer, x_inp = make(700, 256, 20, 2), torch.randn(700, 256, requires_grad=True)

@@ -49,6 +49,7 @@ def test_the_reference_stores_pairs(n_inp):
     assert largest_stored("reference", n_inp, keep_bytes=0) >= N_INP * N_OUT
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # there is one cycle
 def test_few_matrices_of_each_sample_live_at_once():
     """Of many small samples, what is [b, j, d] takes the most memory."""
     layer = vr.VectorRouting(n_inp=None, n_out=64, d_inp=64, d_out=64, implementation="chunked")
