@@ -8,7 +8,7 @@ from samples import with_noise
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vecroute as vr
-from vecroute.ops import Tuning, chunked_steps, fused, loop, passes
+from vecroute.ops import Tuning, chunked_steps, fused, fused_matrix, loop, passes
 from vecroute.ops.chunks import Chunk, Room, alike
 from vecroute.ops.library import operator_arguments, problem
 from vecroute.ops.problem import Problem
@@ -35,6 +35,8 @@ def launches(monkeypatch):
         for name in (f"{step}_kernel", f"{step}_backward_kernel"):
             monkeypatch.setattr(fused, name, Kernel(name))
     monkeypatch.setattr(fused, "sum_samples_kernel", Kernel("sum_samples_kernel"))
+    for name in [name for name in vars(fused_matrix) if name.endswith("_kernel")]:
+        monkeypatch.setattr(fused_matrix, name, Kernel(name))
     monkeypatch.setattr(Problem, "steps", chunked_steps)  # no kernels there
     return launches
 
@@ -68,7 +70,7 @@ def make(n_inp: int, n_out: int, d: int, dtype: torch.dtype = torch.float32, dev
 def test_a_forward_needs_two_percent(n_inp, dtype, n_chunks, launches, rooms):
     """On top of x_inp: a chunk, and f(a_inp). Some 10 MB are left for what libraries take."""
     p = make(n_inp, 100, 1024, dtype, "meta")
-    _, _, _, _, _, f_a_inp, _ = loop.forward(p, 2)
+    _, _, _, _, _, f_a_inp, *_ = loop.forward(p, 2)
     of_a_pass = [sum(t.nbytes for t in room.values()) for room in rooms]
     if dtype != torch.float32:
         of_a_pass = [n + rooms[1]["phi"].nbytes // 2 for n in of_a_pass]  # rounded, to be multiplied
@@ -112,7 +114,8 @@ def test_what_the_host_does_for_a_chunk(launches):
     (forward, backward), (forward_20, backward_20) = calls(64), calls(32)
     assert forward_20 - forward <= 2 * 10 * 6  # x, its rows, two products and a sum, for each of two passes
     assert backward_20 - backward <= 2 * 10 * 12  # and the rows of what waits, or copies of it
-    assert launches == {"coefficients_kernel": 60, "coefficients_backward_kernel": 60}
+    of_passes = {"shared_rows_kernel": 10, "stacked_kernel": 2, "shared_rows_backward_kernel": 2}
+    assert launches == {"coefficients_kernel": 60, "coefficients_backward_kernel": 60} | of_passes
 
 
 def test_parts_of_samples_use_the_same_memory(launches, rooms):

@@ -8,7 +8,17 @@ from samples import with_noise
 from tolerance import assert_layer_as_good
 
 import vecroute as vr
-from vecroute.ops import Tuning, chunked, chunked_steps, fused, fused_steps, fused_sums, passes, products
+from vecroute.ops import (
+    Tuning,
+    chunked,
+    chunked_steps,
+    fused,
+    fused_steps,
+    fused_sums,
+    passes,
+    products,
+    waiting,
+)
 from vecroute.ops.chunks import Chunk
 from vecroute.ops.columns import Columns
 from vecroute.ops.library import operator_arguments, problem
@@ -32,7 +42,7 @@ def problem_of(layer: vr.VectorRouting, x_inp: torch.Tensor, implementation: str
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 def test_wherever_pairs_wait(fixed, apart, rows, monkeypatch, nan_filled_memory):
     if not apart:
-        monkeypatch.setattr(passes, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(waiting, "WHOLE_BYTES", 0)
     layer = make(19 if fixed else None, n_iters=3)
     layer.tuning = Tuning(rows=rows)
     assert_layer_as_good(layer, torch.randn(3, 19, 36))
@@ -43,7 +53,7 @@ def test_pairs_of_half_precision_wait_apart(dtype, nan_filled_memory):
     """In the dtype of sums, which grad_x does not have."""
     layer = make(n_out=8, d_inp=48, dtype=dtype)
     x_inp = torch.randn(3, 40, 48).to(dtype)
-    assert passes.InputGradient(problem_of(layer, x_inp), 2, True).waits
+    assert waiting.InputGradient(problem_of(layer, x_inp), 2, True).waits
     assert_layer_as_good(layer, x_inp)
 
 
@@ -51,16 +61,16 @@ def test_pairs_wait_apart_within_the_budget(monkeypatch):
     """Of 2 x 5 rows and of M of 2 samples: 8 that wait, 4 of phi, 8 of c and one of a_inp, aligned."""
     layer, x_inp = make(), torch.randn(2, 5, 36)
     n_bytes = 4 * (2 * 5 + 2 * 36) * 24
-    monkeypatch.setattr(passes, "WHOLE_BYTES", n_bytes)
-    assert passes.InputGradient(problem_of(layer, x_inp), 2, True).apart
-    assert not passes.InputGradient(problem_of(layer, x_inp, "chunked"), 2, True).apart
-    monkeypatch.setattr(passes, "WHOLE_BYTES", n_bytes - 1)
-    into = passes.InputGradient(problem_of(layer, x_inp), 2, True)
+    monkeypatch.setattr(waiting, "WHOLE_BYTES", n_bytes)
+    assert waiting.InputGradient(problem_of(layer, x_inp), 2, True).apart
+    assert not waiting.InputGradient(problem_of(layer, x_inp, "chunked"), 2, True).apart
+    monkeypatch.setattr(waiting, "WHOLE_BYTES", n_bytes - 1)
+    into = waiting.InputGradient(problem_of(layer, x_inp), 2, True)
     assert into.waits
     assert into.place is into.grad_x
     monkeypatch.undo()
     frugal = replace(problem_of(layer, x_inp), tuning=Tuning(keep_bytes=0))
-    assert not passes.InputGradient(frugal, 2, True).apart
+    assert not waiting.InputGradient(frugal, 2, True).apart
 
 
 def test_products_that_are_kept_are_written_once(nan_filled_memory):

@@ -21,11 +21,13 @@ from vecroute.distributed.vectors import Vectors, open_vectors
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops import choose, passes
 from vecroute.ops.checks import check_size
+from vecroute.ops.columns import new_matrix
 from vecroute.ops.common import Weights, compute_dtype, normalize, product_dtype, without_autocast
 from vecroute.ops.group import add_up, all_reduce, announced, sum_gradients, together
 from vecroute.ops.library import tf32_under_autocast
 from vecroute.ops.problem import Grads, Problem, Tuning
 from vecroute.ops.products import product
+from vecroute.ops.waiting import InputGradient
 from vecroute.storage import require
 
 CHUNK_MB = {"cpu": 8, "cuda": 128}  # of a chunk in the dtype of the layer: for a CPU, what caches hold
@@ -221,7 +223,7 @@ class Streamed:
                     x = self.into_routing(chunk)  # [1, i, d]
                 p = self.problem(x.detach(), weights)
                 f = activations(p)  # [1, i]
-                into, grad_f = passes.InputGradient(p, 1, needed), torch.zeros_like(f)  # and [1, i]
+                into, grad_f = InputGradient(p, 1, needed), torch.zeros_like(f)  # and [1, i]
                 kept = passes.new_kept(p, 1)
                 found = passes.backward_pass(p, g, f, kept, M, grad_s, into, grad_f, grads, True)
                 if g is not None:
@@ -251,7 +253,7 @@ class Streamed:
                 if not last:
                     before.append(x_out)
                     gs.append(p.steps.predicted(p, x_out))  # [1, j, d]
-                    self.M = p.steps.scores_matrix(p, gs[-1], passes.new_matrix(p, p.n_out))  # [1, j, d]
+                    self.M = p.steps.scores_matrix(p, gs[-1], new_matrix(p, p.n_out))  # [1, j, d]
         j, d = self.layer.W_F1.shape
         none = x_out.new_empty(0, *x_out.shape), x_out.new_empty(0, 1, j, d)
         stacked = (torch.stack(before), torch.stack(gs)) if before else none
@@ -265,7 +267,7 @@ class Streamed:
         with tf32_under_autocast(p):
             for t in reversed(range(self.n_iters)):
                 g = state.g[t - 1] if t > 0 else None  # [1, j, d]
-                M = passes.new_matrix(p, p.n_out if g is None else 2 * p.n_out)  # [1, j or 2 j, d]
+                M = new_matrix(p, p.n_out if g is None else 2 * p.n_out)  # [1, j or 2 j, d]
                 y, s = state.y[t], state.s[t]  # [1, j, d], [1, j]
                 grad_s = p.steps.outputs_backward(p, grad, y, s, grads, M[:, : p.n_out])  # [1, j]
                 if g is not None:

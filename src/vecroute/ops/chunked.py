@@ -52,7 +52,7 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
     return phi, phi.mT, fill
 
 
-def summer(p: Problem, out: Tensor, values: Tensor):
+def summer(out: Tensor, values: Tensor):
     """What adds to out [b, j] the sum over k of values like the given, [b, j, k], or stores it if fresh."""
     return products.summer(out, values.shape[-1])
 

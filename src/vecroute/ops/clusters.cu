@@ -61,7 +61,7 @@ struct Block {
     const int thread, lane, warp, group, rank, cluster, clusters;
     int next_row, next_load, slot;
     const float *next_x, *next_W;
-    float sums[4 * NT];  // of 64 features for each group, [d, j], in this unit, which grows:
+    float sums[4 * NT];  // of 64 features for each group, [d, j], in this unit, which grows in the first iteration:
     float unit_sums;
     float z[4 * TILES];  // parts of dot products, [i, j]
     float4 beta_use[TURNS], beta_ign[TURNS], W_S[TURNS], B_S[TURNS], sum_phi;
@@ -310,8 +310,8 @@ struct Block {
             for (int i = 0; i < 4; ++i)
                 phi[i] = here ? f[turn] * ((item(use, i) + item(ign, i)) * phi[i] - item(ign, i)) : 0.f;
             sum_phi.x += phi[0], sum_phi.y += phi[1], sum_phi.z += phi[2], sum_phi.w += phi[3];
-            float unit, by;
-            if (FIRST) {  // from a bound of phi, in every iteration
+            float unit = 0.f, by;
+            if (FIRST) {  // from what bounds phi of every iteration
                 float bound = fmaxf(fmaxf(fabsf(use.x) + fabsf(ign.x), fabsf(use.y) + fabsf(ign.y)),
                                     fmaxf(fabsf(use.z) + fabsf(ign.z), fabsf(use.w) + fabsf(ign.w)));
                 unit = unit_of(warp_max(bound) * f[turn]), by = per(unit);
@@ -324,7 +324,6 @@ struct Block {
                                    : make_uint4(low, high, next_low, next_high);
             if (own < OWN) send_phi(eight, unit, rank * OWN + own, lane);
         }
-        if (!FIRST) written();
     }
     INLINE void send_phi(uint4 eight, float unit, int r, int lane) {
         const int c = lane / 2;

@@ -143,6 +143,11 @@ class Columns:
         return p.steps.scores_matrix_backward(p, grad_x_hat, sums[:, :n], g, grads)  # [b, j, d]
 
 
+def new_matrix(p: Problem, n: int) -> Tensor:
+    """Memory for n rows of M that each sample has for itself, [b, n, d], as products take them."""
+    return p.x_inp.new_empty(len(p.sqrt_n_inp), n, p.x_inp.shape[-1], dtype=p.operand_dtype)  # [b, n, d]
+
+
 def aligned(n: int) -> int:
     """The least multiple of 8 that is not less."""
     return -(-n // 8) * 8

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vecroute.ops import fused_halves, fused_rows, fused_sums, input_gradient
+from vecroute.ops import fused_halves, fused_rows, input_gradient
 from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
 from vecroute.ops.fused_activations import activations_backward_kernel, activations_kernel
 from vecroute.ops.fused_matrix import shared_rows as shared_rows
@@ -20,6 +20,7 @@ from vecroute.ops.fused_pairs import (
     triton_dtype,
 )
 from vecroute.ops.fused_product import rows_times
+from vecroute.ops.fused_sums import summer as summer
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import accumulate, has_kernel
 
@@ -89,11 +90,6 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
         phi=phi, ACTIVATE=a is not None, **pair_arguments(p, like, c, f, dot is None, strides), **blocks,
     )  # fmt: skip
     return phi, phi.mT, lambda chunk: launch(start=chunk.rows.start)
-
-
-def summer(p: Problem, out: Tensor, values: Tensor):
-    """As ``chunked.summer``."""
-    return fused_sums.summer(out, values)
 
 
 def coefficients_backward(

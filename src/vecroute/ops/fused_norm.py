@@ -1,4 +1,4 @@
-"""The paper's N where a product follows that rounds: normalised and rounded by one Triton kernel."""
+"""The paper's N where a product follows that rounds, and its gradient, by one Triton kernel each."""
 
 import torch
 import triton

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import passes
+from vecroute.ops.columns import new_matrix
 from vecroute.ops.problem import Problem
+from vecroute.ops.waiting import InputGradient
 
 
 def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
@@ -43,7 +45,7 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
             if len(x_hat):
                 M = x_hat[t]  # [b, j, d]
             elif M is None:
-                M = passes.new_matrix(p, p.n_out)  # [b, j, d]
+                M = new_matrix(p, p.n_out)  # [b, j, d]
             p.steps.scores_matrix(p, p.steps.predicted(p, x_out, g[t]), M)
     copies = [p.in_dtype(name, *of) for name, of in p.kept_copies.items()]
     return x_out, y, s, before, g, f_a_inp, kept, x_hat, copies
@@ -54,7 +56,7 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, x_hat, copi
     n_iters = y.shape[0]
     p.copies.update(zip(p.kept_copies, copies, strict=True))
     grads = passes.new_grads(p, n_iters)
-    into = passes.InputGradient(p, n_iters, need_grad_x, grads.get("W_A"))
+    into = InputGradient(p, n_iters, need_grad_x, grads.get("W_A"))
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         M = into.new_matrix(p, first=t == 0)  # [b, j or 2 j, d]

@@ -42,7 +42,8 @@ class Problem:
     tuning: Tuning
     implementation: str
     group: str = ""  # of the ranks that hold the other inputs
-    units: tuple[Tensor, Tensor] | None = None  # [i] and [], from the first iteration in ``clusters``
+    # Units of rows of x_inp [i] and of sums over them [], from the first iteration in ``clusters``.
+    units: tuple[Tensor, Tensor] | None = None
     copies: dict[str, Tensor] = field(default_factory=dict)  # from ``in_dtype``
 
     @cached_property
@@ -107,14 +108,14 @@ class Problem:
     @cached_property
     def W_c(self) -> Tensor:
         """Of a variable length, [2 j, d]: c_sum and c_ign are W_c x_inp + B_c."""
-        w = self.w
-        return torch.cat(((w.W_use + w.W_ign).mT, w.W_ign.mT)).to(self.dtype)  # [2 j, d]
+        W_use, W_ign = self.w.W_use.to(self.dtype).mT, self.w.W_ign.to(self.dtype).mT  # [j, d] each
+        return torch.cat((W_use + W_ign, W_ign))  # [2 j, d]
 
     @cached_property
     def B_c(self) -> Tensor:
         """[2 j]"""
-        w = self.w
-        return torch.cat((w.B_use + w.B_ign, w.B_ign)).to(self.dtype)  # [2 j]
+        B_use, B_ign = self.w.B_use.to(self.dtype), self.w.B_ign.to(self.dtype)  # [j] each
+        return torch.cat((B_use + B_ign, B_ign))  # [2 j]
 
     @cached_property
     def n_out(self) -> int:

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vecroute.ops import passes
+from vecroute.ops.columns import new_matrix
 from vecroute.ops.common import Weights
 from vecroute.ops.library import n_columns, operator_arguments, problem, tf32_under_autocast
+from vecroute.ops.waiting import InputGradient
 
 
 class StreamedSteps:
@@ -63,7 +65,7 @@ class StreamedSteps:
         with tf32_under_autocast(p):
             M = None
             if x_out is not None:
-                M = passes.new_matrix(p, p.n_out)  # [b, j, d]
+                M = new_matrix(p, p.n_out)  # [b, j, d]
                 p.steps.scores_matrix(p, p.steps.predicted(p, x_out), M)
             y = p.x_inp.new_empty(len(p.sqrt_n_inp), *p.w.W_F1.shape, dtype=p.dtype)  # [b, j, d]
             s = p.x_inp.new_empty(*y.shape[:2], dtype=p.dtype)  # [b, j]
@@ -82,7 +84,7 @@ class StreamedSteps:
         grad_f = torch.zeros_like(self.f_a_inp)  # [b, i]
         shared = self.f_a_inp, self.kept
         with tf32_under_autocast(p):
-            into = passes.InputGradient(p, 2, need_grad_x, grads.get("W_A"))
+            into = InputGradient(p, 2, need_grad_x, grads.get("W_A"))
             g = p.steps.predicted(p, x_out)  # [b, j, d]
             M = into.new_matrix(p, first=False)  # [b, 2 j, d]
             grad_s = p.steps.outputs_backward(p, grad, y, s, grads, M[:, : p.n_out])  # [b, j]
