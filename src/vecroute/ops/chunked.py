@@ -157,9 +157,7 @@ def shared_rows_backward(p: Problem, grad: Tensor, sums: Tensor, flat: bool, fir
         grads.add("B_A", (sums[:, k, None] * p.sqrt_n_inp).sum(0))  # [1]
 
 
-def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
-    """Rows of M that each sample has for itself, [b, k, d], and those that all share; [b, q, d]."""
-    return with_shared(own, shared)
+stacked = with_shared
 
 
 def betas(p: Problem, chunk: Chunk, c, first: bool, room: Room) -> tuple[Tensor, Any]:

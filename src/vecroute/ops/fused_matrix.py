@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vecroute.ops.columns import aligned
 from vecroute.ops.fused_pairs import sum_samples_kernel, triton_dtype
 from vecroute.ops.problem import Grads, Problem
 
@@ -188,11 +189,11 @@ def shared_rows_backward(
 
 
 def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
-    """As ``chunked.stacked``; with neighbours in q, which a product of rows [b, i, q] with it likes best."""
+    """As ``with_shared``; with neighbours in q, which a product of rows [b, i, q] with it likes best."""
     if shared is None:
         return own
     (b, k, d), n = own.shape, own.shape[1] + len(shared)
-    out = own.new_empty(b, d, -(-n // 8) * 8)[..., :n]  # [b, d, q]
+    out = own.new_empty(b, d, aligned(n))[..., :n]  # [b, d, q]
     grid = triton.cdiv(n, BLOCKS["BLOCK_Q"]), triton.cdiv(d, BLOCKS["BLOCK_D"]), b
     stacked_kernel[grid](own, shared, out, k, n, d, own.stride(0), *out.stride()[:2], **BLOCKS)
     return out.mT
