@@ -1,14 +1,17 @@
 """What a chunk takes: memory of a GPU, and work of the host that drives it."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from samples import with_noise
+from tolerance import assert_layer_as_good
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vecroute as vr
 from vecroute.ops import Tuning, chunked_steps, fused, fused_matrix, loop, passes
+from vecroute.ops import problem as problems
 from vecroute.ops.chunks import Chunk, Room, alike
 from vecroute.ops.library import operator_arguments, problem
 from vecroute.ops.problem import Problem
@@ -128,3 +131,33 @@ def test_parts_of_samples_use_the_same_memory(launches, rooms):
     loop.backward(p, x_out, *saved, need_grad_x=True)
     assert launches["coefficients_backward_kernel"] == 2 * 4
     assert [room["parts"].numel() for room in rooms] == [4 * 12 * 3, 2 * 12 * 3]
+
+
+@pytest.mark.parametrize("masked", [None, "inputs", "pairs"])
+@pytest.mark.parametrize(("n_samples", "sizes"), [(7, [4, 3]), (4, [4]), (1, [1])], ids=str)
+def test_a_batch_goes_backward_in_parts(n_samples, sizes, masked, monkeypatch, nan_filled_memory):
+    """Of a variable length on a CPU: [j, d] of 4 samples and no more, so of 7 first 4, then the others."""
+    monkeypatch.setattr(problems, "PART_BYTES", 4 * 3 * 8 * 4)
+    seen, backward_of_part = [], loop.backward_of_part
+    monkeypatch.setattr(
+        loop, "backward_of_part", lambda p, *args: (seen.append(len(p.x_inp)), backward_of_part(p, *args))
+    )
+    layer = with_noise(vr.VectorRouting(n_inp=None, n_out=3, d_inp=8, d_out=5, n_iters=3))
+    masks = {
+        None: {},
+        "inputs": {"input_mask": torch.arange(11) < torch.arange(5, 5 + n_samples)[:, None]},
+        "pairs": {"pair_mask": torch.arange(33).view(11, 3) % 7 > 0},
+    }
+    assert_layer_as_good(layer, torch.randn(n_samples, 11, 8), **masks[masked])
+    assert seen == sizes
+
+
+def test_others_go_backward_whole():
+    """A fixed length has gradients of every input, that add up over samples; a GPU wants all at once."""
+    fixed = vr.VectorRouting(n_inp=6, n_out=3, d_inp=8, d_out=2)
+    variable = vr.VectorRouting(n_inp=None, n_out=3, d_inp=8, d_out=2)
+    options = {"tuning": Tuning(), "implementation": "chunked"}
+    for layer, changes in ((fixed, {}), (variable, {"implementation": "fused"}), (variable, {"group": "g"})):
+        arguments = (torch.randn(2**20, 6, 8), layer.weights(), None, None, 1 / 3)
+        p = replace(problem(*operator_arguments(*arguments, **options)), **changes)
+        assert list(p.parts()) == [slice(None)]

@@ -53,7 +53,7 @@ def test_pairs_of_half_precision_wait_apart(dtype, nan_filled_memory):
     """In the dtype of sums, which grad_x does not have."""
     layer = make(n_out=8, d_inp=48, dtype=dtype)
     x_inp = torch.randn(3, 40, 48).to(dtype)
-    assert waiting.InputGradient(problem_of(layer, x_inp), 2, True).waits
+    assert waiting.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp)).waits
     assert_layer_as_good(layer, x_inp)
 
 
@@ -62,15 +62,15 @@ def test_pairs_wait_apart_within_the_budget(monkeypatch):
     layer, x_inp = make(), torch.randn(2, 5, 36)
     n_bytes = 4 * (2 * 5 + 2 * 36) * 24
     monkeypatch.setattr(waiting, "WHOLE_BYTES", n_bytes)
-    assert waiting.InputGradient(problem_of(layer, x_inp), 2, True).apart
-    assert not waiting.InputGradient(problem_of(layer, x_inp, "chunked"), 2, True).apart
+    assert waiting.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp)).apart
+    assert not waiting.InputGradient(problem_of(layer, x_inp, "chunked"), 2, torch.empty_like(x_inp)).apart
     monkeypatch.setattr(waiting, "WHOLE_BYTES", n_bytes - 1)
-    into = waiting.InputGradient(problem_of(layer, x_inp), 2, True)
+    into = waiting.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp))
     assert into.waits
     assert into.place is into.grad_x
     monkeypatch.undo()
     frugal = replace(problem_of(layer, x_inp), tuning=Tuning(keep_bytes=0))
-    assert not waiting.InputGradient(frugal, 2, True).apart
+    assert not waiting.InputGradient(frugal, 2, torch.empty_like(x_inp)).apart
 
 
 def test_products_that_are_kept_are_written_once(nan_filled_memory):

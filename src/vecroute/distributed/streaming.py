@@ -27,7 +27,7 @@ from vecroute.ops.group import add_up, all_reduce, announced, sum_gradients, tog
 from vecroute.ops.library import tf32_under_autocast
 from vecroute.ops.problem import Grads, Problem, Tuning
 from vecroute.ops.products import product
-from vecroute.ops.waiting import InputGradient
+from vecroute.ops.waiting import InputGradient, new_grad_x
 from vecroute.storage import require
 
 CHUNK_MB = {"cpu": 8, "cuda": 128}  # of a chunk in the dtype of the layer: for a CPU, what caches hold
@@ -223,7 +223,8 @@ class Streamed:
                     x = self.into_routing(chunk)  # [1, i, d]
                 p = self.problem(x.detach(), weights)
                 f = activations(p)  # [1, i]
-                into, grad_f = InputGradient(p, 1, needed), torch.zeros_like(f)  # and [1, i]
+                into = InputGradient(p, 1, new_grad_x(p, needed))
+                grad_f = torch.zeros_like(f)  # [1, i]
                 kept = passes.new_kept(p, 1)
                 found = passes.backward_pass(p, g, f, kept, M, grad_s, into, grad_f, grads, True)
                 if g is not None:

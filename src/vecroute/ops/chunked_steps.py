@@ -53,16 +53,16 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
 
 
 def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: Grads) -> Tensor:
-    """grad_x_out [b, j, h] from grad_x_hat [b, j, d]."""
+    """grad_x_out [b, j, h] from grad_x_hat [b, j, d], whose end this is."""
     grads.add("W_G2", over_samples(grad_x_hat * g))  # [j, d]
     grads.add("B_G2", grad_x_hat.sum(0))  # [j, d], a view would keep more rows than these
-    grad_g = grad_x_hat * p.w.W_G2  # [b, j, d]
+    grad_g = grad_x_hat.mul_(p.w.W_G2)  # [b, j, d]
     v, size = x_out, x_out.shape[-1:]
     if size[0] > 1:
         v, mean, rstd = torch.native_layer_norm(x_out, size, None, None, 1e-5)  # [b, j, h], [b, j, 1] twice
     grads.add("W_G1", matmul(p, v.flatten(0, 1).mT, grad_g.flatten(0, 1)))  # [h, d]
+    del v  # of many small samples, what is [b, j, d] takes more memory than the rest
     grad_v = matmul(p, grad_g, p.w.W_G1.mT.to(p.dtype))  # [b, j, h]
-    del v, grad_g
     if size[0] > 1:
         grad_v, _, _ = torch.ops.aten.native_layer_norm_backward(
             grad_v, x_out, size, mean, rstd, None, None, [True, False, False]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vecroute.ops import passes
 from vecroute.ops.columns import new_matrix
-from vecroute.ops.problem import Problem
-from vecroute.ops.waiting import InputGradient
+from vecroute.ops.problem import Grads, Problem
+from vecroute.ops.waiting import InputGradient, new_grad_x
 
 
 def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
@@ -56,7 +56,19 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, x_hat, copi
     n_iters = y.shape[0]
     p.copies.update(zip(p.kept_copies, copies, strict=True))
     grads = passes.new_grads(p, n_iters)
-    into = InputGradient(p, n_iters, need_grad_x, grads.get("W_A"))
+    grad_x = new_grad_x(p, need_grad_x)  # [b, i, d]
+    for part in p.parts():
+        steps = [t[:, part] for t in (y, s, before, g, x_hat)]  # [t or less, b, ...]
+        inputs = [t if t is None else t[part] for t in (f_a_inp, kept, grad_x)]  # [b, i, ...]
+        backward_of_part(p.of_samples(part), grad_x_out[part], steps, inputs, grads)
+    return grad_x, grads
+
+
+def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads) -> None:
+    """The same of some samples: fill grad_x [b, i, d] and add to grads."""
+    (y, s, before, g, x_hat), (f_a_inp, kept, grad_x) = steps, inputs
+    n_iters = y.shape[0]
+    into = InputGradient(p, n_iters, grad_x, grads.get("W_A"))
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         M = into.new_matrix(p, first=t == 0)  # [b, j or 2 j, d]
@@ -77,4 +89,3 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, x_hat, copi
                 p, grad_x_hat, before[t - 1], g[t - 1], grads
             )  # [b, j, h]
         del grad_x_hat
-    return into.grad_x, grads

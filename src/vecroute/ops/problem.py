@@ -1,6 +1,7 @@
 """One call of the routing loop: its tensors and options."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
@@ -15,6 +16,7 @@ from vecroute.ops.group import add_up
 # From how many outputs on bfloat16 pays for rounding float32 operands, found by trial on one H200; and up to
 # how many ``fused_rows`` has a whole row in registers.
 MANY_OUTPUTS, MOST_OUTPUTS = 1024, 4096
+PART_BYTES = 2**21  # about so many has [b, j, d] of the samples that go through a backward on a CPU
 SMALL_COPY = 2**26  # up to so many bytes what is rounded is kept for all passes of a call and of its backward
 
 
@@ -126,10 +128,14 @@ class Problem:
         return first and (self.use is None or self.use.shape[-1] == 1)
 
     @cached_property
+    def in_cache(self) -> bool:
+        """Whether what is small stays in the caches of a CPU, and is best used at once."""
+        return self.x_inp.device.type == "cpu" and self.implementation == "chunked"
+
+    @cached_property
     def rounds_late(self) -> bool:
         """Whether x_inp is rounded for products alone: activations want it as it is."""
-        in_cache = self.x_inp.device.type == "cpu" and self.implementation == "chunked"  # rounded at once
-        return self.x_inp.dtype == self.dtype != self.operand_dtype and not in_cache
+        return self.x_inp.dtype == self.dtype != self.operand_dtype and not self.in_cache
 
     @cached_property
     def kept_copies(self) -> dict[str, tuple[Tensor, torch.dtype]]:
@@ -150,6 +156,27 @@ class Problem:
         if name not in self.copies:
             self.copies[name] = t.to(dtype)
         return self.copies[name]
+
+    def parts(self) -> Iterator[slice]:
+        """Samples that go through a backward together: all, but on a CPU of a variable length some.
+
+        Of many small samples, what is [b, j, d] takes more memory than the rest, and leaves the caches.
+        """
+        if not self.in_cache or not self.variable or self.cu_seqlens is not None or self.group:
+            yield slice(None)
+            return
+        (b, _, d), (j, h) = self.x_inp.shape, self.w.B_F2.shape
+        n_parts = -(-b * j * max(d, h) * self.dtype.itemsize // PART_BYTES)
+        size = -(-b // max(1, n_parts))
+        for start in range(0, b, max(1, size)):
+            yield slice(start, start + size)
+
+    def of_samples(self, samples: slice) -> "Problem":
+        """The same of some samples."""
+        if samples == slice(None):
+            return self
+        use = self.use if self.use is None or len(self.use) == 1 else self.use[samples]  # [b or 1, i, j or 1]
+        return replace(self, x_inp=self.x_inp[samples], use=use, sqrt_n_inp=self.sqrt_n_inp[samples])
 
     def total(self, *sums: Tensor) -> None:
         """Make sums over the inputs here sums over those of every rank, in place."""

@@ -16,6 +16,11 @@ from vecroute.ops.products import halves_of, has_halves, row_weights, widened
 WHOLE_BYTES = 2**27
 
 
+def new_grad_x(p: Problem, needed: bool) -> Tensor | None:
+    """Memory for the gradient of x_inp, [b, i, d], None if it is not needed."""
+    return torch.empty_like(p.x_inp) if needed else None
+
+
 class InputGradient:
     """grad_x [b, i, d], the sum of pairs @ M over the iterations, written once where that can be.
 
@@ -30,14 +35,14 @@ class InputGradient:
     one for each column of a pass.
     """
 
-    def __init__(self, p: Problem, n_iters: int, needed: bool, grad_W_A: Tensor | None = None):
-        self.grad_x: Any = torch.empty_like(p.x_inp) if needed else None  # [b, i, d]
+    def __init__(self, p: Problem, n_iters: int, grad_x: Tensor | None, grad_W_A: Tensor | None = None):
+        self.grad_x: Any = grad_x  # [b, i, d], None if it is not needed
         aside = grad_W_A is not None and len(p.x_inp) == 1
         place: Any = grad_W_A[None] if grad_W_A is not None and aside else self.grad_x  # [b, i, d]
         self.n_waiting = (n_iters - 1) * 2 * p.n_out
         self.n_kept = self.n_waiting + (3 if p.variable else 1) * p.n_out
         self.n_all = self.n_waiting + (aligned(3 * p.n_out + 1) if p.variable else p.n_out)  # with a_inp
-        fits = needed and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
+        fits = grad_x is not None and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
         self.apart = fits and not aside and self._is_little(p)
         if self.apart:
             place = p.x_inp.new_empty(*p.x_inp.shape[:2], aligned(self.n_all), dtype=p.dtype)  # [b, i, w + q]
