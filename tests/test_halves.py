@@ -6,7 +6,7 @@ from samples import with_noise
 from tolerance import assert_as_good, assert_layer_as_good, outcome, twin
 
 import vecroute as vr
-from vecroute.ops import Tuning, fused_halves
+from vecroute.ops import Tuning, fused_halves, products
 
 CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
     (2, 90, 20, 256, 0),
@@ -26,8 +26,9 @@ def device(tf32):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """A list with an entry for each call of the kernel."""
+    """A list with an entry for each call of the kernel, which layers however short have."""
     calls, call = [], fused_halves.input_gradient
+    monkeypatch.setattr(products, "HALVES_ROWS", 1)
     monkeypatch.setattr(fused_halves, "input_gradient", lambda *a: (calls.append(1), call(*a)))
     return calls
 
@@ -119,3 +120,12 @@ def test_other_memory_goes_another_way(calls):
     make(2, 20, 5, 128)(torch.randn(2, 20, 128, requires_grad=True)).sum().backward()
     make(2, 20, 5, 128)(torch.randn(1, 128, requires_grad=True).expand(20, -1)).sum().backward()
     assert not calls
+
+
+def test_few_rows_go_another_way(calls, monkeypatch):
+    """What makes halves of M is as slow as all the rest of a small layer."""
+    monkeypatch.setattr(products, "HALVES_ROWS", 51)
+    assert_as_tf32(make(2, 50, 10, 128), torch.randn(50, 128))
+    assert not calls
+    assert_as_tf32(make(2, 51, 10, 128), torch.randn(51, 128))
+    assert calls

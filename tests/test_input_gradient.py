@@ -9,7 +9,7 @@ from samples import with_noise
 from tolerance import assert_layer_as_good
 
 import vecroute as vr
-from vecroute.ops import Tuning, arrange, input_gradient
+from vecroute.ops import Tuning, arrange, input_gradient, products
 
 GPU = pytest.mark.gpu
 SIZES = [  # n_inp, d_inp, n_out, n_iters
@@ -28,6 +28,7 @@ def calls(monkeypatch, tf32):
         pytest.fail("needs a GPU")
     calls, multiply = [], input_gradient.input_gradient
     monkeypatch.setattr(input_gradient, "LEAST_ROWS", 1)
+    monkeypatch.setattr(products, "HALVES_ROWS", 1)
     monkeypatch.setattr(input_gradient, "input_gradient", lambda *a: (calls.append(1), multiply(*a))[1])
     with torch.device("cuda"):
         yield calls

@@ -12,6 +12,7 @@ from vecroute.ops.problem import Problem
 
 # The blocks of ``fused_halves``, found by trial on one H200 for 1,000,000 rows.
 HALVES = {"BLOCK_I": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+HALVES_ROWS = 2**13  # from how many on that pays: below, what it takes to make them costs more
 MANY_ROWS = 2**13  # of one sample, from where on a product with ones sums them fastest
 
 
@@ -143,6 +144,7 @@ def has_halves(p: Problem, n_waiting: int, grad_x: Any, grad_W_A: Any) -> bool:
     of every iteration start at a multiple of 16 bytes.
     """
     tf32 = p.implementation == "fused" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    tf32 &= p.x_inp.shape[1] >= HALVES_ROWS
     fits = n_waiting <= 2 * HALVES["BLOCK_N"] <= 2 * p.x_inp.shape[-1]
     aligned = n_waiting == 2 * p.n_out or p.n_out % 4 == 0
     large = p.x_inp[0], p.w.W_A, grad_x[0], grad_W_A  # [i, d] each
