@@ -8,10 +8,12 @@ from tolerance import rms, twin, upstream
 from triton.runtime import interpreter
 
 import vecroute as vr
-from vecroute.ops import Tuning, fused, fused_rows, fused_steps, passes
+from vecroute.ops import Tuning, fused, fused_rows, fused_steps, passes, waiting
 from vecroute.ops import problem as problems
 from vecroute.ops.chunks import Chunk, Room, as_operand
+from vecroute.ops.columns import new_matrix
 from vecroute.ops.library import operator_arguments, problem
+from vecroute.ops.passes import new_kept
 
 CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((), 40, 24, 2, 0),
@@ -20,6 +22,7 @@ CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((3,), 21, 600, 2, 0),  # outputs in more than one block
     ((2,), 100, 24, 1, 40),
     ((2,), 30, 24, 3, 16),  # samples one after another
+    ((2,), 30, 20, 3, 16),  # and rows that are filled up with zeros
     ((), 40, 10, 2, 0),  # pairs wait in the rows of a gradient
     ((2,), 40, 10, 2, 0),
 ]
@@ -102,12 +105,27 @@ def test_errors_are_those_of_autocast(case, nan_filled_memory):
     assert_within_autocast(make(n_inp, *rest), torch.randn(*batch, n_inp, 32))
 
 
-@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
+@pytest.mark.parametrize(("n_inp", "n_out"), [(40, 24), (40, 20), (None, 24)])
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
-def test_steps_are_rounded_too(batch, fixed, monkeypatch, nan_filled_memory):
+def test_steps_are_rounded_too(batch, n_inp, n_out, monkeypatch, nan_filled_memory):
     """As they are on a GPU."""
     monkeypatch.setattr(problems.Problem, "step_dtype", torch.bfloat16)
-    assert_within_autocast(make(40 if fixed else None, 24, 3), torch.randn(*batch, 40, 32))
+    assert_within_autocast(make(n_inp, n_out, 3), torch.randn(*batch, 40, 32))
+
+
+def test_rows_of_whole_16_bytes(nan_filled_memory):
+    """Filled up with zeros; pairs that could wait do not, since there they have no room for these."""
+    layer, x_inp = make(40, 20, 2, d_inp=128), torch.randn(40, 128)
+    p = make_problem(layer, x_inp)
+    M = new_matrix(p, 2)  # [1, 48, d]
+    assert (p.width, M.shape[1], new_kept(p, 2).shape[2]) == (24, 48, 24)
+    assert not M[:, 20:24].any()
+    assert not M[:, 44:].any()
+    assert not waiting.InputGradient(p, 2, torch.empty(1, 40, 128)).waits
+    aligned = make_problem(make(40, 24, 2, d_inp=128), x_inp)
+    assert aligned.width == 24
+    assert waiting.InputGradient(aligned, 2, torch.empty(1, 40, 128)).waits
+    assert_within_autocast(layer.requires_grad_(), x_inp)
 
 
 def test_what_is_rounded(dtypes):

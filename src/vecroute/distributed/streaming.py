@@ -21,7 +21,7 @@ from vecroute.distributed.vectors import Vectors, open_vectors
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops import choose, passes
 from vecroute.ops.checks import check_size
-from vecroute.ops.columns import new_matrix
+from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.common import Weights, compute_dtype, normalize, product_dtype, without_autocast
 from vecroute.ops.group import add_up, all_reduce, announced, sum_gradients, together
 from vecroute.ops.library import tf32_under_autocast
@@ -254,7 +254,8 @@ class Streamed:
                 if not last:
                     before.append(x_out)
                     gs.append(p.steps.predicted(p, x_out))  # [1, j, d]
-                    self.M = p.steps.scores_matrix(p, gs[-1], new_matrix(p, p.n_out))  # [1, j, d]
+                    self.M = new_matrix(p, 1)  # [1, j, d]
+                    p.steps.scores_matrix(p, gs[-1], block_of(p, self.M, 0))
         j, d = self.layer.W_F1.shape
         none = x_out.new_empty(0, *x_out.shape), x_out.new_empty(0, 1, j, d)
         stacked = (torch.stack(before), torch.stack(gs)) if before else none
@@ -268,11 +269,11 @@ class Streamed:
         with tf32_under_autocast(p):
             for t in reversed(range(self.n_iters)):
                 g = state.g[t - 1] if t > 0 else None  # [1, j, d]
-                M = new_matrix(p, p.n_out if g is None else 2 * p.n_out)  # [1, j or 2 j, d]
+                M = new_matrix(p, 1 if g is None else 2)  # [1, j or 2 j, d]
                 y, s = state.y[t], state.s[t]  # [1, j, d], [1, j]
-                grad_s = p.steps.outputs_backward(p, grad, y, s, grads, M[:, : p.n_out])  # [1, j]
+                grad_s = p.steps.outputs_backward(p, grad, y, s, grads, block_of(p, M, 0))  # [1, j]
                 if g is not None:
-                    p.steps.scores_matrix(p, g, M[:, p.n_out :])
+                    p.steps.scores_matrix(p, g, block_of(p, M, 1))
                 grad_x_hat = self.backward_pass(weights, g, M, grad_s, grads, trained)  # [1, j, d]
                 if t > 0:
                     before = state.before[t - 1]  # [1, j, h]

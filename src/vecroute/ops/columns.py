@@ -7,7 +7,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, has_all_rows, of_chunk
-from vecroute.ops.problem import Problem, over_samples
+from vecroute.ops.problem import Problem, aligned, over_samples
 from vecroute.ops.products import multiplier
 
 
@@ -45,7 +45,7 @@ class Columns:
         self.n_c = 0
         if not p.variable:
             if self.kept is not None and not self.first and not self.forward:
-                self.n_computed = p.n_out  # grad_phi alone
+                self.n_computed = p.width  # grad_phi alone
             return
         flat = self.flat and not self.filling
         self.n_c = p.n_out if flat else 2 * p.n_out
@@ -143,14 +143,22 @@ class Columns:
         return p.steps.scores_matrix_backward(p, grad_x_hat, sums[:, :n], g, grads)  # [b, j, d]
 
 
-def new_matrix(p: Problem, n: int) -> Tensor:
-    """Memory for n rows of M that each sample has for itself, [b, n, d], as products take them."""
-    return p.x_inp.new_empty(len(p.sqrt_n_inp), n, p.x_inp.shape[-1], dtype=p.operand_dtype)  # [b, n, d]
+def new_matrix(p: Problem, n_blocks: int) -> Tensor:
+    """Memory for rows of M that each sample has for itself, ``p.width`` for each block of outputs.
+
+    Returns:
+        [b, n, d], as products take them, with zeros where there are no outputs.
+    """
+    size = len(p.sqrt_n_inp), n_blocks, p.width, p.x_inp.shape[-1]
+    M = p.x_inp.new_empty(size, dtype=p.operand_dtype)  # [b, 1 or more, j, d]
+    if p.width > p.n_out:
+        M[:, :, p.n_out :] = 0
+    return M.flatten(1, 2)  # [b, n, d]
 
 
-def aligned(n: int) -> int:
-    """The least multiple of 8 that is not less."""
-    return -(-n // 8) * 8
+def block_of(p: Problem, M: Tensor, k: int) -> Tensor:
+    """The rows of M [b, n, d] that block k of the outputs has, [b, j, d]."""
+    return M[:, k * p.width : k * p.width + p.n_out]
 
 
 def with_shared(own: Any, shared: Any) -> Any:

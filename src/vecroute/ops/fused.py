@@ -110,7 +110,7 @@ def coefficients_backward(
     if c is None:
         fresh = fresh and like.samples.start == 0
     stored = fresh or (c is None and b > 1)
-    to_sum = results[..., n_out:]  # [b, i, q - j]
+    to_sum = results[..., p.width :]  # [b, i, q - j]
     if pairs.dtype != p.dtype and not into.halved:
         launch = fused_rows.backward(p, like, pairs, columns, f, grad_s, grad_f, of_pairs, stored)
     else:

@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.columns import aligned
 from vecroute.ops.fused_pairs import sum_samples_kernel, triton_dtype
-from vecroute.ops.problem import Grads, Problem
+from vecroute.ops.problem import Grads, Problem, aligned
 
 BLOCKS = {"BLOCK_Q": 32, "BLOCK_D": 32}
 

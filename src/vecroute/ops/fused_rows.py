@@ -43,7 +43,7 @@ def of_small(dot, W_S, B_S, o_dot, o_S, o_j, m):
 
 
 # Strides are not looked at, so that all pairs of a row are spread over the threads alike: by VEC.
-@triton.jit(do_not_specialize=["start", "n_rows", "n_inp", "n_out", "dot_i"])
+@triton.jit(do_not_specialize=["start", "n_rows", "n_inp", "n_out", "dot_i", "phi_i"])
 def rows_kernel(
     dot,  # [b, i, j], where FIRST not read
     beta_use, beta_ign, W_S, B_S,  # [i, j] each
@@ -52,7 +52,7 @@ def rows_kernel(
     sums,  # [b, k, j] its sums over the rows of each program
     start,  # the first row of the chunk in what has all of them: f and the parameters
     n_rows,  # of a program
-    n_inp, n_out, dot_i, f_b,  # n_out and dot_i in units of VEC
+    n_inp, n_out, dot_i, phi_i, f_b,  # n_out, dot_i and phi_i in units of VEC
     FIRST: tl.constexpr,
     STAGES: tl.constexpr,  # where more than 1, a row is loaded while the one before is computed
     BLOCK_J: tl.constexpr,
@@ -81,7 +81,7 @@ def rows_kernel(
                 of_row = tl.sum(R, 0)
             R *= 1.0 / of_row
         b_phi = (b_sum * R - b_ign) * tl.load(f + b * f_b + o_row)
-        tl.store(phi + o_pair * n_out + o_j, b_phi.to(phi.dtype.element_ty), mask=m)
+        tl.store(phi + o_pair * phi_i * VEC + o_j, b_phi.to(phi.dtype.element_ty), mask=m)
         total += b_phi
     tl.store(sums + (b * tl.num_programs(0) + part) * n_out + o_j, total, mask=m)
 
@@ -99,10 +99,10 @@ def give(pointer, value, m, ADD: tl.constexpr):
     tl.store(pointer, value, mask=m)
 
 
-@triton.jit(do_not_specialize=["start", "grad_start", "n_rows", "n_inp", "n_out", "pairs_i", "dot_0", "dot_i",
-                               "waiting_i"])  # fmt: skip
+@triton.jit(do_not_specialize=["start", "grad_start", "n_rows", "n_inp", "n_out", "pairs_i", "width", "dot_0",
+                               "dot_i", "waiting_i"])  # fmt: skip
 def rows_backward_kernel(
-    pairs,  # [b, i, ...] grad_phi, which becomes phi; where not FIRST the gradient of dot goes after it
+    pairs,  # [b, i, ...] grad_phi, which becomes phi; where not FIRST that of dot goes to column width
     dot,  # [b, i, ...] from column dot_0 on; where FIRST not read
     beta_use, beta_ign, W_S, B_S, f,  # as above
     sqrt_n_inp,  # [b]
@@ -112,7 +112,8 @@ def rows_backward_kernel(
     waiting,  # [i, 2 j] where WAITS: grad_use as bfloat16
     start, grad_start,  # the first row of the chunk in what has all of them, and in these gradients
     n_rows,  # of a program
-    n_inp, n_out, pairs_i, dot_0, dot_i, waiting_i, f_b, grad_s_b,  # all but n_inp and *_b in units of VEC
+    n_inp, n_out, pairs_i, width, dot_0, dot_i, waiting_i,  # all but n_inp in units of VEC
+    f_b, grad_s_b,
     FIRST: tl.constexpr,
     ADD: tl.constexpr,  # whether these gradients are added to
     WAITS: tl.constexpr,  # whether, until FIRST, gradients of c_sum and minus those of c_ign wait instead
@@ -158,7 +159,8 @@ def rows_backward_kernel(
             grad_z = R * (b_sum * grad_phi - used) * rest * b_f
             give(grad_W_S + o_grad + o_j, grad_z * b_dot, m, ADD)
             give(grad_B_S + o_grad + o_j, grad_z, m, ADD)
-            tl.store(p_pairs + n_out, (grad_z * b_W).to(pairs.dtype.element_ty), mask=m)
+            grad_dot = tl.where(m, grad_z * b_W, 0.0)  # zeros up to the width
+            tl.store(p_pairs + width * VEC, grad_dot.to(pairs.dtype.element_ty), mask=o_j < width * VEC)
         b_phi = (b_sum * R - b_ign) * b_f
         tl.store(p_pairs, b_phi.to(pairs.dtype.element_ty), mask=m)
         grad_phi *= b_f
@@ -211,13 +213,13 @@ def coefficients(p: Problem, like: Chunk, dot, f: Tensor, dtype: torch.dtype, ro
     (b, i), first = like.shape, dot is None
     blocks = blocks_of_rows(p.n_out, first=first, backward=False)
     n_programs, n_rows = cut(like, f.device, blocks.pop("programs"))
-    phi = room.take("phi", f, b, i, p.n_out, dtype=dtype)  # [b, i, j]
+    phi = room.take("phi", f, b, i, p.width, dtype=dtype)[..., : p.n_out]  # [b, i, j]
     sums = room.take("sums", f, b, n_programs, p.n_out)  # [b, k, j]
     dot = phi if dot is None else dot  # [b, i, j]
     launch = partial(
         rows_kernel[n_programs, b], dot=dot, beta_use=p.w.beta_use, beta_ign=p.w.beta_ign, W_S=p.w.W_S,
         B_S=p.w.B_S, f=f, phi=phi, sums=sums, n_rows=n_rows, n_inp=i, f_b=f.stride(0), FIRST=first, **blocks,
-        **in_units({"dot_i": dot.stride(1)}, p.n_out),
+        **in_units({"dot_i": dot.stride(1), "phi_i": phi.stride(1)}, p.n_out),
     )  # fmt: skip
     return phi, sums.mT, lambda chunk: launch(start=chunk.rows.start)
 
@@ -233,7 +235,8 @@ def backward(p: Problem, like: Chunk, pairs, columns: Columns, f, grad_s, grad_f
     kept, all_rows = columns.kept_whole(like, pairs.dtype), has_all_rows(grads[0], like)
     strides = {
         "pairs_i": pairs.stride(1),
-        "dot_0": p.n_out,
+        "width": p.width,
+        "dot_0": p.width,
         "dot_i": pairs.stride(1),
         "waiting_i": 2 * p.n_out,
     }

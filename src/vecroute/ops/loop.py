@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import passes
-from vecroute.ops.columns import new_matrix
+from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.problem import Grads, Problem
 from vecroute.ops.waiting import InputGradient, new_grad_x
 
@@ -45,8 +45,8 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
             if len(x_hat):
                 M = x_hat[t]  # [b, j, d]
             elif M is None:
-                M = new_matrix(p, p.n_out)  # [b, j, d]
-            p.steps.scores_matrix(p, p.steps.predicted(p, x_out, g[t]), M)
+                M = new_matrix(p, 1)  # [b, j, d]
+            p.steps.scores_matrix(p, p.steps.predicted(p, x_out, g[t]), block_of(p, M, 0))
     copies = [p.in_dtype(name, *of) for name, of in p.kept_copies.items()]
     return x_out, y, s, before, g, f_a_inp, kept, x_hat, copies
 
@@ -72,12 +72,12 @@ def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         M = into.new_matrix(p, first=t == 0)  # [b, j or 2 j, d]
-        grad_s = p.steps.outputs_backward(p, grad_x_out, y[t], s[t], grads, M[:, : p.n_out])  # [b, j]
+        grad_s = p.steps.outputs_backward(p, grad_x_out, y[t], s[t], grads, block_of(p, M, 0))  # [b, j]
         g_t, kept_t = g[t - 1] if t > 0 else None, passes.kept_in(p, kept, t)  # [b, j, d], [b, i, k]
         if len(x_hat) and t > 0:
-            M[:, p.n_out :] = x_hat[t - 1]  # [b, j, d]
+            M[:, p.width :] = x_hat[t - 1]  # [b, j, d]
         elif t > 0:
-            p.steps.scores_matrix(p, g_t, M[:, p.n_out :])
+            p.steps.scores_matrix(p, g_t, block_of(p, M, 1))
         fresh = t == n_iters - 1
         grad_x_hat = passes.backward_pass(
             p, g_t, f_a_inp, kept_t, M, grad_s, into, grad_f, grads, fresh

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vecroute.ops import clusters, rounded_product
 from vecroute.ops.chunks import Room, alike, as_operand, chunks, inputs, of_chunk
-from vecroute.ops.columns import Columns, aligned
-from vecroute.ops.problem import SMALL_COPY, Grads, Problem, over_samples
+from vecroute.ops.columns import Columns
+from vecroute.ops.problem import SMALL_COPY, Grads, Problem, aligned, over_samples
 from vecroute.ops.products import (
     accumulate,
     accumulate_over_inputs,
@@ -39,7 +39,7 @@ def new_kept(p: Problem, n_iters: int) -> Tensor:
     multiplies as fast as it would read them.
     """
     b, i = p.x_inp.shape[:2]
-    k = 2 * p.n_out if p.variable else (n_iters - 1) * p.n_out
+    k = 2 * p.n_out if p.variable else (n_iters - 1) * p.width
     if p.variable and p.implementation == "fused":
         k = aligned(k + 1)
     keep = n_iters > 1 and b * i * k * p.pair_dtype.itemsize <= p.tuning.keep_bytes
@@ -52,15 +52,18 @@ def new_x_hat(p: Problem, n_iters: int) -> Tensor:
 
     That is where they are small, and rounded: what they are made of is not.
     """
-    b, (j, d) = p.sqrt_n_inp.shape[0], p.w.W_F1.shape  # not len, which a compiler takes for a constant
+    b, j, d = p.sqrt_n_inp.shape[0], p.width, p.w.W_F1.shape[1]  # not len, a constant for compilers
     size = (n_iters - 1) * b * j * d * p.operand_dtype.itemsize
     keep = p.pair_dtype != p.dtype and size <= min(SMALL_COPY, p.tuning.keep_bytes)
-    return p.x_inp.new_empty(n_iters - 1 if keep else 0, b, j, d, dtype=p.operand_dtype)  # [t - 1, b, j, d]
+    x_hat = p.x_inp.new_empty(n_iters - 1 if keep else 0, b, j, d, dtype=p.operand_dtype)  # [t - 1, b, j, d]
+    if p.width > p.n_out:
+        x_hat[:, :, p.n_out :] = 0
+    return x_hat
 
 
 def kept_in(p: Problem, kept: Tensor, t: int) -> Tensor:
     """What iteration t fills or reads of it."""
-    return kept if p.variable else kept[..., max(0, t - 1) * p.n_out : t * p.n_out]  # [b, i, k]
+    return kept if p.variable else kept[..., max(0, t - 1) * p.width : t * p.width]  # [b, i, k]
 
 
 def new_grads(p: Problem, n_iters: int) -> Grads:
@@ -150,7 +153,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
     """
     first, room = g is None, Room()
     columns = Columns(p, M, kept, first=first, forward=False, adds_up=into.waits)
-    n_summed = columns.n - p.n_out
+    n_summed = columns.n - p.width
     new_sums = grad_s.new_empty if writes(p) else grad_s.new_zeros
     # In the first iteration these rows of M are the same for all samples.
     grad_M = new_sums(1 if first else len(M), n_summed, M.shape[-1])  # [b or 1, q - j, d]

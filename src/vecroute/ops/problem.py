@@ -91,6 +91,14 @@ class Problem:
         return self.operand_dtype if rounds else self.dtype
 
     @cached_property
+    def width(self) -> int:
+        """Columns that outputs take side by side, the last of them zeros where n_out is not aligned.
+
+        Products of bfloat16 are up to four times as fast with rows of whole 16 bytes.
+        """
+        return self.n_out if self.pair_dtype == self.dtype else aligned(self.n_out)
+
+    @cached_property
     def step_dtype(self) -> torch.dtype:
         """The dtype of operands of F and G, and of g; not float16, whose range sums over inputs may leave.
 
@@ -188,6 +196,11 @@ class Problem:
         """Make sums over the inputs here sums over those of every rank, in place."""
         if self.group:
             add_up(self.group, *sums)
+
+
+def aligned(n: int) -> int:
+    """The least multiple of 8 that is not less."""
+    return -(-n // 8) * 8
 
 
 def over_samples(values: Tensor) -> Tensor:

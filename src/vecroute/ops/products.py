@@ -12,7 +12,7 @@ from vecroute.ops.problem import Problem
 
 # The blocks of ``fused_halves``, found by trial on one H200 for 1,000,000 rows.
 HALVES = {"BLOCK_I": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
-HALVES_ROWS = 2**13  # from how many on that pays: below, what it takes to make them costs more
+HALVES_ROWS = 20_000  # below, making halves of M takes longer than they save
 MANY_ROWS = 2**13  # of one sample, from where on a product with ones sums them fastest
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vecroute.ops import passes
-from vecroute.ops.columns import new_matrix
+from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.common import Weights
 from vecroute.ops.library import n_columns, operator_arguments, problem, tf32_under_autocast
 from vecroute.ops.waiting import InputGradient, new_grad_x
@@ -65,8 +65,8 @@ class StreamedSteps:
         with tf32_under_autocast(p):
             M = None
             if x_out is not None:
-                M = new_matrix(p, p.n_out)  # [b, j, d]
-                p.steps.scores_matrix(p, p.steps.predicted(p, x_out), M)
+                M = new_matrix(p, 1)  # [b, j, d]
+                p.steps.scores_matrix(p, p.steps.predicted(p, x_out), block_of(p, M, 0))
             y = p.x_inp.new_empty(len(p.sqrt_n_inp), *p.w.W_F1.shape, dtype=p.dtype)  # [b, j, d]
             s = p.x_inp.new_empty(*y.shape[:2], dtype=p.dtype)  # [b, j]
             passes.forward_pass(p, M, self.f_a_inp, self.kept, y, s, phi, outputs)
@@ -87,8 +87,8 @@ class StreamedSteps:
             into = InputGradient(p, 2, new_grad_x(p, need_grad_x), grads.get("W_A"))
             g = p.steps.predicted(p, x_out)  # [b, j, d]
             M = into.new_matrix(p, first=False)  # [b, 2 j, d]
-            grad_s = p.steps.outputs_backward(p, grad, y, s, grads, M[:, : p.n_out])  # [b, j]
-            p.steps.scores_matrix(p, g, M[:, p.n_out :])
+            grad_s = p.steps.outputs_backward(p, grad, y, s, grads, block_of(p, M, 0))  # [b, j]
+            p.steps.scores_matrix(p, g, block_of(p, M, 1))
             grad_x_hat = passes.backward_pass(
                 p, g, *shared, M, grad_s, into, grad_f, grads, fresh=True
             )  # [b, j, d]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from vecroute.ops import input_gradient
 from vecroute.ops.chunks import Chunk, Room
-from vecroute.ops.columns import Columns, aligned, new_matrix
-from vecroute.ops.problem import Problem
+from vecroute.ops.columns import Columns, new_matrix
+from vecroute.ops.problem import Problem, aligned
 from vecroute.ops.products import halves_of, has_halves, row_weights, widened
 
 # Up to so many bytes, and twice ``Tuning.keep_bytes``, ``fused`` has memory for all pairs of a backward,
@@ -43,6 +43,7 @@ class InputGradient:
         self.n_kept = self.n_waiting + (3 if p.variable else 1) * p.n_out
         self.n_all = self.n_waiting + (aligned(3 * p.n_out + 1) if p.variable else p.n_out)  # with a_inp
         fits = grad_x is not None and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
+        fits &= p.width == p.n_out
         self.apart = fits and not aside and self._is_little(p)
         if self.apart:
             place = p.x_inp.new_empty(*p.x_inp.shape[:2], aligned(self.n_all), dtype=p.dtype)  # [b, i, w + q]
@@ -67,11 +68,11 @@ class InputGradient:
 
     def new_matrix(self, p: Problem, first: bool) -> Tensor:
         """Memory for rows of M: those of grad_y, and where it is not the first iteration of the scores."""
-        n = p.n_out if first else 2 * p.n_out
         if not self.waits or self.halved:
-            return new_matrix(p, n)  # [b, n, d]
+            return new_matrix(p, 1 if first else 2)  # [b, n, d]
         if self.M is None:
-            self.M = new_matrix(p, self.n_waiting + p.n_out)  # [b, w + j, d]
+            self.M = new_matrix(p, self.n_waiting // p.n_out + 1)  # [b, w + j, d]
+        n = p.n_out if first else 2 * p.n_out
         w = self.n_waiting if first else len(self.columns) * n
         return self.M[:, w : w + n]  # [b, n, d]
 
