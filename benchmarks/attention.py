@@ -3,7 +3,7 @@
 VectorRouting with n_inp = n_out = N, d_inp = d_out = 1024 and 2 iterations, beside nn.TransformerEncoderLayer
 with 8 heads, dim_feedforward 2048, no dropout and PyTorch's fused attention, over N vectors of that size:
 parameters, peak memory, time of forward and of forward + backward, in the same precision, launched kernel by
-kernel (eager) and, on a GPU, captured as a CUDA graph.
+kernel (eager) and, on a GPU, each pass captured as one CUDA graph.
 
 Rows are appended to attention.csv; to attention_crossovers.csv, for each quantity, up to which N the routing
 needs less.
@@ -38,8 +38,7 @@ def measure(n: int, name: str, mode: str, options: argparse.Namespace) -> list[d
     build = partial(model_and_input, n, name, options, mode)
     rows = []
     with common.product_precision(mode):
-        for launch, (model, x_inp) in common.launches(build, mode, options.device).items():
-            runs = common.passes(model, x_inp, mode, options.device)
+        for launch, (model, x_inp, runs) in common.launches(build, mode, options.device).items():
             ms = common.time_ms(runs, options.device, options.seconds)
             mb = dict.fromkeys(common.WHICH, math.nan)
             if launch == "eager":

@@ -1,9 +1,9 @@
 """What heads cost: ``python benchmarks/heads.py [--against heinsen_routing.py]``.
 
-On a GPU: a small routing, the paper's head for text, and the first routing of its head for images, each
-launched kernel by kernel (eager) and captured as a CUDA graph. On the CPU: sizes of a small encoder. Beside
-the times: the memory on top of inputs, parameters and gradients, and the share of the matmul rate, measured
-in the same run, that the products of forward + backward reach.
+On a GPU: a small routing, the paper's head for text, and the first routing of its head for images, launched
+kernel by kernel (eager), and each pass captured as one CUDA graph. On the CPU: sizes of a small encoder.
+Beside the times: the memory on top of inputs, parameters and gradients, and the share of the matmul rate,
+measured in the same run, that the products of forward + backward reach.
 
 Rows are appended to heads.csv.
 """
@@ -67,21 +67,20 @@ def measure(cases: list[Case], mode: str, options: argparse.Namespace) -> list[d
             for name, build in builds.items()
             for launch, head in common.launches(build, mode, device).items()
         }
-        mb = {name: common.peaks_mb(builds[name], *heads[name, "eager"], mode, device) for name in builds}
-        runs = {
-            (*key, which): run
-            for key, head in heads.items()
-            for which, run in common.passes(*head, mode, device).items()
+        mb = {
+            name: common.peaks_mb(build, *heads[name, "eager"][:2], mode, device)
+            for name, build in builds.items()
         }
+        runs = {(*key, which): run for key, (_, _, runs) in heads.items() for which, run in runs.items()}
         # The large product takes its turns with the rest: what else the machine does weighs on all alike.
         product, product_flops = common.matmul(mode, device)
         ms = common.time_ms({**runs, "matmul": product}, device, options.seconds)
     flops_per_s = 1000 * product_flops / ms["matmul"]
     rows = []
-    for (name, launch), head in heads.items():
-        size = common.size_mb(*head)
+    for (name, launch), (head, x_inp, _) in heads.items():
+        size = common.size_mb(head, x_inp)
         peaks = mb[name] if launch == "eager" else dict.fromkeys(common.WHICH, math.nan)
-        row = {"implementation": name, "launch": launch, "parameters": common.count(head[0])}
+        row = {"implementation": name, "launch": launch, "parameters": common.count(head)}
         row |= {f"{which}_ms": ms[name, launch, which] for which in common.WHICH}
         row |= {f"{which}_mb": peaks[which] for which in common.WHICH}
         row |= {"forward_extra_mb": peaks["forward"] - size, "both_extra_mb": peaks["both"] - 2 * size}

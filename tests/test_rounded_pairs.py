@@ -22,7 +22,7 @@ CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((3,), 21, 600, 2, 0),  # outputs in more than one block
     ((2,), 100, 24, 1, 40),
     ((2,), 30, 24, 3, 16),  # samples one after another
-    ((2,), 30, 20, 3, 16),  # and rows that are filled up with zeros
+    ((2,), 30, 20, 2, 16),  # and rows that are filled up with zeros
     ((), 40, 10, 2, 0),  # pairs wait in the rows of a gradient
     ((2,), 40, 10, 2, 0),
 ]

@@ -278,7 +278,6 @@ class Streamed:
                 if t > 0:
                     before = state.before[t - 1]  # [1, j, h]
                     grad = p.steps.predictions_backward(p, grad_x_hat, before, g, grads)  # [1, j, h]
-            p.aside.join()
         return grads, trained
 
 

@@ -304,9 +304,8 @@ def add_parts(grads: Grads, name: str, sums: Tensor) -> None:
 
 
 def add_gradient(p: Problem, grads: Grads, name: str, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to a gradient, or make it that; nobody reads it before the end of a backward."""
+    """Add a @ b to a gradient, or make it that."""
     fresh = name not in grads
     if fresh:
         grads[name] = a.new_empty(a.shape[0], b.shape[1], dtype=p.dtype)  # [n, m]
-    with p.aside(a, b, grads[name]):
-        add_product(grads[name], a, b, fresh)
+    add_product(grads[name], a, b, fresh)

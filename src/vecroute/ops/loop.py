@@ -89,4 +89,3 @@ def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads
                 p, grad_x_hat, before[t - 1], g[t - 1], grads
             )  # [b, j, h]
         del grad_x_hat
-    p.aside.join()

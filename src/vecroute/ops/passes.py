@@ -10,7 +10,6 @@ PyTorch, ``fused``: Triton). Nothing of size i x j outlives its chunk but what i
 a budget, and the pairs that wait in ``InputGradient``.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -130,10 +129,8 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
             multiply(chunk, x)
             fill_phi(chunk)
             fresh = writes(p) and chunk.rows.start == 0
-            with p.aside(to_sum, s):
-                add_sum(to_sum, fresh)  # while it is in the cache
+            add_sum(to_sum, fresh)  # while it is in the cache
             accumulate_over_inputs(p, y_b, phi_T, x, fresh)
-            p.aside.join()  # before others are in the same memory
             if phi_out is not None:
                 phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
@@ -192,20 +189,17 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
                 summed, rows = of_chunk(to_sum, chunk), rounded  # [b, i, q - j], [b, i, d]
                 new = writes(p) and chunk.rows.start == 0
                 if add_sum is not None:
-                    with p.aside(summed, sums):
-                        add_sum(summed.mT, new)
+                    add_sum(summed.mT, new)
                 if first:
                     summed, rows = over_batch(summed), over_batch(rows)  # [1, b i, q - j], [1, b i, d]
                     new = new and chunk.samples.start == 0
-                with p.aside(summed, rows, grad_M) if first else nullcontext():
-                    accumulate_over_inputs(p, total_M, summed.mT, rows, new)  # [b or 1, q - j, d]
+                accumulate_over_inputs(p, total_M, summed.mT, rows, new)  # [b or 1, q - j, d]
             if first and not p.variable:
                 p.pairs.inputs_backward(
                     p, chunk, x, of_chunk(all_results, chunk), all_M, grad_f[at], into, grads
                 )
             elif into.grad_x is not None and (first or not into.waits):
                 accumulate(p, into.grad_x[at], of_chunk(all_results, chunk), all_M, into.fresh)  # [b, i, d]
-            p.aside.join()  # before others are in the same memory
     if first and not p.variable:
         grads["B_A"] = over_samples(grad_f * p.sqrt_n_inp)  # [i]
     if into.waits:

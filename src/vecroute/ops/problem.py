@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vecroute.ops.aside import Aside
 from vecroute.ops.common import Weights, compute_dtype
 from vecroute.ops.group import add_up
 
@@ -186,11 +185,6 @@ class Problem:
             return self
         use = self.use if self.use is None or len(self.use) == 1 else self.use[samples]  # [b or 1, i, j or 1]
         return replace(self, x_inp=self.x_inp[samples], use=use, sqrt_n_inp=self.sqrt_n_inp[samples])
-
-    @cached_property
-    def aside(self) -> Aside:
-        """For work that nothing waits for."""
-        return Aside(self.x_inp.device)
 
     def total(self, *sums: Tensor) -> None:
         """Make sums over the inputs here sums over those of every rank, in place."""

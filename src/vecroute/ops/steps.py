@@ -98,7 +98,6 @@ class StreamedSteps:
                 # f(a_inp) is of the first iteration, whose outputs have no gradient here.
                 M, zero_s = into.new_matrix(p, first=True).zero_(), torch.zeros_like(grad_s)  # and [b, j]
                 passes.backward_pass(p, None, *shared, M, zero_s, into, grad_f, grads, fresh=False)
-            p.aside.join()
         return grad_x_out, into.grad_x, grads
 
 
