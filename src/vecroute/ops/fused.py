@@ -182,7 +182,8 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
             rows_times(pairs, M.mT.contiguous(), out, into.fresh, (x[0], W_A, grad_W_A, grad_a[0]))
             return
         accumulate(p, out, pairs, M, into.fresh)
-    block = {"BLOCK_I": 4, "BLOCK_D": min(triton.next_power_of_2(d), 512), "T": triton_dtype(p)}
+    rows, columns = (1, 256) if i * d <= 2**17 else (4, 512)  # few numbers of many samples want small blocks
+    block = {"BLOCK_I": rows, "BLOCK_D": min(triton.next_power_of_2(d), columns), "T": triton_dtype(p)}
     activations_backward_kernel[triton.cdiv(i, block["BLOCK_I"]), triton.cdiv(d, block["BLOCK_D"])](
         x, W_A, grad_a, out, grad_W_A, b, i, d, *x.stride(), W_A.stride(0), grad_a.stride(0), *out.stride(),
         grad_W_A.stride(0), int(fresh), GRAD_X=into.grad_x is not None, **block,
