@@ -133,31 +133,45 @@ def test_parts_of_samples_use_the_same_memory(launches, rooms):
     assert [room["parts"].numel() for room in rooms] == [4 * 12 * 3, 2 * 12 * 3]
 
 
+PARTS = [  # samples, those of each part, [j, d] of how many samples a part may have, n_inp, d_inp
+    (7, [4, 3], 4, 11, 8),
+    (4, [4], 4, 11, 8),
+    (1, [1], 4, 11, 8),
+    (5, [2, 2, 1], 2, 11, 32),  # pairs wait in grad_x
+    (2, [1, 1], 1, 11, 32),
+    (2, [1, 1], 1, 1, 32),
+]
+
+
 @pytest.mark.parametrize("masked", [None, "inputs", "pairs"])
-@pytest.mark.parametrize(("n_samples", "sizes"), [(7, [4, 3]), (4, [4]), (1, [1])], ids=str)
-def test_a_batch_goes_backward_in_parts(n_samples, sizes, masked, monkeypatch, nan_filled_memory):
-    """Of a variable length on a CPU: [j, d] of 4 samples and no more, so of 7 first 4, then the others."""
-    monkeypatch.setattr(problems, "PART_BYTES", 4 * 3 * 8 * 4)
+@pytest.mark.parametrize(("n_samples", "sizes", "most", "n_inp", "d_inp"), PARTS, ids=str)
+def test_a_batch_goes_backward_in_parts(
+    n_samples, sizes, most, n_inp, d_inp, masked, monkeypatch, nan_filled_memory
+):
+    """Of a variable length on a CPU: as many parts as it takes, about as large as each other."""
+    monkeypatch.setattr(problems, "PART_BYTES", most * 3 * d_inp * 4)
     seen, backward_of_part = [], loop.backward_of_part
     monkeypatch.setattr(
         loop, "backward_of_part", lambda p, *args: (seen.append(len(p.x_inp)), backward_of_part(p, *args))
     )
-    layer = with_noise(vr.VectorRouting(n_inp=None, n_out=3, d_inp=8, d_out=5, n_iters=3))
+    layer = with_noise(vr.VectorRouting(n_inp=None, n_out=3, d_inp=d_inp, d_out=5, n_iters=3))
     masks = {
         None: {},
-        "inputs": {"input_mask": torch.arange(11) < torch.arange(5, 5 + n_samples)[:, None]},
-        "pairs": {"pair_mask": torch.arange(33).view(11, 3) % 7 > 0},
+        "inputs": {"input_mask": torch.arange(n_inp) < torch.arange(1, 1 + n_samples)[:, None]},
+        "pairs": {"pair_mask": torch.arange(3 * n_inp).view(n_inp, 3) % 7 < 6},
     }
-    assert_layer_as_good(layer, torch.randn(n_samples, 11, 8), **masks[masked])
+    assert_layer_as_good(layer, torch.randn(n_samples, n_inp, d_inp), **masks[masked])
     assert seen == sizes
 
 
-def test_others_go_backward_whole():
-    """A fixed length has gradients of every input, that add up over samples; a GPU wants all at once."""
-    fixed = vr.VectorRouting(n_inp=6, n_out=3, d_inp=8, d_out=2)
-    variable = vr.VectorRouting(n_inp=None, n_out=3, d_inp=8, d_out=2)
+def test_others_go_backward_whole(monkeypatch):
+    """Samples of a fixed length share gradients, a GPU wants all at once, packed ones are one."""
+    monkeypatch.setattr(problems, "PART_BYTES", 1)
+    sizes = {"n_out": 3, "d_inp": 8, "d_out": 2}
+    fixed, variable = (vr.VectorRouting(n_inp=n_inp, **sizes).weights() for n_inp in (6, None))
     options = {"tuning": Tuning(), "implementation": "chunked"}
-    for layer, changes in ((fixed, {}), (variable, {"implementation": "fused"}), (variable, {"group": "g"})):
-        arguments = (torch.randn(2**20, 6, 8), layer.weights(), None, None, 1 / 3)
-        p = replace(problem(*operator_arguments(*arguments, **options)), **changes)
-        assert list(p.parts()) == [slice(None)]
+    p = problem(*operator_arguments(torch.randn(5, 6, 8), variable, None, None, 1 / 3, **options))
+    packed = {"x_inp": torch.randn(1, 30, 8), "cu_seqlens": torch.arange(0, 31, 6)}
+    for changes in ({"w": fixed}, {"implementation": "fused"}, {"group": "g"}, packed):
+        assert list(replace(p, **changes).parts()) == [slice(None)]
+    assert len(list(p.parts())) == 5

@@ -242,7 +242,7 @@ def test_fused_says_why_it_cannot(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"'fused' needs x_inp on a CUDA device .*got cpu"):
         layer(torch.randn(20, 8, device="cpu"))
-    monkeypatch.setattr("vecroute.ops.has_triton", lambda: False)
+    monkeypatch.setattr("vecroute.ops.HAS_TRITON", False)
     with pytest.raises(ValueError, match=r"'fused' needs the package triton"):
         layer(torch.randn(20, 8, device="cpu"))
 

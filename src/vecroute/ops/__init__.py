@@ -6,7 +6,6 @@ device and recomputes in its backward; ``fused`` is the same with Triton kernels
 
 import os
 from collections.abc import Sequence
-from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -22,6 +21,7 @@ from vecroute.ops.steps import StreamedSteps
 __all__ = ["IMPLEMENTATIONS", "Tuning", "Weights", "route", "steps"]
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "fused")
+HAS_TRITON = find_spec("triton") is not None  # not found out in a call, which compilers trace
 
 
 def route(
@@ -151,13 +151,8 @@ def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
 
 def why_not_fused(x_inp: Tensor) -> str | None:
     """What keeps ``fused`` from routing x_inp, if anything does."""
-    if not has_triton():
+    if not HAS_TRITON:
         return "needs the package triton, which is not installed"
     if not x_inp.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs x_inp on a CUDA device (or TRITON_INTERPRET=1), got {x_inp.device}"
     return None
-
-
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None

@@ -1,4 +1,4 @@
-"""The paper's N where a product follows that rounds, and its gradient, by one Triton kernel each."""
+"""The paper's N where a product follows that rounds, and the gradient of N, by one Triton kernel each."""
 
 import torch
 import triton
@@ -74,7 +74,7 @@ def normalized_backward(grad_v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a kernel normalises x and rounds to dtype."""
+    """Whether one kernel both normalises x and rounds it to dtype; if it does not round, PyTorch has one."""
     return dtype != x.dtype and 1 < x.shape[-1] <= MOST_FEATURES
 
 

@@ -230,7 +230,7 @@ def backward(p: Problem, like: Chunk, pairs, columns: Columns, f, grad_s, grad_f
     If there is one sample those of the betas wait for the first iteration in the rows of that of beta_use.
     """
     (b, i), first = like.shape, columns.first
-    blocks = blocks_of_rows(p.n_out, first=first, backward=True)
+    blocks = blocks_of_rows(p.width, first=first, backward=True)
     n_programs, n_rows = cut(like, f.device, blocks.pop("programs"))
     kept, all_rows = columns.kept_whole(like, pairs.dtype), has_all_rows(grads[0], like)
     strides = {

@@ -251,7 +251,7 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
     grad_g = torch.empty_like(g, dtype=p.step_dtype)  # [b, j, d]
     blocks, (parts, step) = sum_blocks(b), parts_of(b, j * d)
     grad_W, fresh = sums_of(p, grads, "W_G2", parts)  # [parts, j, d]
-    own = b == 1 and not p.variable and "B_G2" not in grads and p.width == j  # grad_x_hat itself
+    own = b == 1 and not p.variable and "B_G2" not in grads and p.width == j  # grad_x_hat, with no other rows
     grad_B = grad_x_hat if own else sums_of(p, grads, "B_G2", parts)[0]  # [parts, j, d]
     predictions_backward_kernel[triton.cdiv(j * d, blocks["BLOCK_N"]), parts](
         grad_x_hat, g, p.w.W_G2, grad_g, grad_W, grad_B, b, j * d, grad_x_hat.stride(0), step, fresh,

@@ -68,7 +68,7 @@ def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads
     """The same of some samples: fill grad_x [b, i, d] and add to grads."""
     (y, s, before, g, x_hat), (f_a_inp, kept, grad_x) = steps, inputs
     n_iters = y.shape[0]
-    into = InputGradient(p, n_iters, grad_x, grads.get("W_A"))
+    into = InputGradient(p, n_iters, grad_x, None if p.variable else grads["W_A"])
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         M = into.new_matrix(p, first=t == 0)  # [b, j or 2 j, d]

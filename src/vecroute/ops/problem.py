@@ -93,7 +93,8 @@ class Problem:
     def width(self) -> int:
         """Columns that outputs take side by side, the last of them zeros where n_out is not aligned.
 
-        Products of bfloat16 are up to four times as fast with rows of whole 16 bytes.
+        Products of bfloat16 are up to four times as fast with rows of whole 16 bytes. Where it is more than
+        n_out, it is what j means in the shapes of M, x_hat, pairs and what is kept of them.
         """
         return self.n_out if self.pair_dtype == self.dtype else aligned(self.n_out)
 
@@ -168,7 +169,8 @@ class Problem:
     def parts(self) -> Iterator[slice]:
         """Samples that go through a backward together: all, but on a CPU of a variable length some.
 
-        Of many small samples, what is [b, j, d] takes more memory than the rest, and leaves the caches.
+        Of many small samples, what is [b, j, d] takes more memory than the rest, and leaves the caches. Of a
+        fixed length the first pass writes gradients that all samples share, so that they must go together.
         """
         if not self.in_cache or not self.variable or self.cu_seqlens is not None or self.group:
             yield slice(None)
@@ -184,7 +186,8 @@ class Problem:
         if samples == slice(None):
             return self
         use = self.use if self.use is None or len(self.use) == 1 else self.use[samples]  # [b or 1, i, j or 1]
-        return replace(self, x_inp=self.x_inp[samples], use=use, sqrt_n_inp=self.sqrt_n_inp[samples])
+        x_inp, sqrt_n_inp = self.x_inp[samples], self.sqrt_n_inp[samples]  # [b, i, d], [b, 1]
+        return replace(self, x_inp=x_inp, use=use, sqrt_n_inp=sqrt_n_inp, copies={})  # which have all samples
 
     def total(self, *sums: Tensor) -> None:
         """Make sums over the inputs here sums over those of every rank, in place."""

@@ -84,7 +84,7 @@ class StreamedSteps:
         grad_f = torch.zeros_like(self.f_a_inp)  # [b, i]
         shared = self.f_a_inp, self.kept
         with tf32_under_autocast(p):
-            into = InputGradient(p, 2, new_grad_x(p, need_grad_x), grads.get("W_A"))
+            into = InputGradient(p, 2, new_grad_x(p, need_grad_x), None if p.variable else grads["W_A"])
             g = p.steps.predicted(p, x_out)  # [b, j, d]
             M = into.new_matrix(p, first=False)  # [b, 2 j, d]
             grad_s = p.steps.outputs_backward(p, grad, y, s, grads, block_of(p, M, 0))  # [b, j]

@@ -70,7 +70,7 @@ class InputGradient:
         """Memory for rows of M: those of grad_y, and where it is not the first iteration of the scores."""
         if not self.waits or self.halved:
             return new_matrix(p, 1 if first else 2)  # [b, n, d]
-        if self.M is None:
+        if self.M is None:  # where pairs wait, p.width is n_out
             self.M = new_matrix(p, self.n_waiting // p.n_out + 1)  # [b, w + j, d]
         n = p.n_out if first else 2 * p.n_out
         w = self.n_waiting if first else len(self.columns) * n
