@@ -61,5 +61,7 @@ def test_compiled(n_inp, shape, rows, options, tf32):
         layer = make(n_inp, shape, rows)
         expected = gradients(layer, layer, shape)
         compiled = torch.compile(layer, fullgraph=True, **options)
-        for _ in range(2):
-            assert_same(gradients(layer, compiled, shape), expected)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
+            for _ in range(2):
+                assert_same(gradients(layer, compiled, shape), expected)
+    assert any(event.key == "vecroute::loop" for event in prof.key_averages())  # not the reference

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vecroute.ops.checks import check_choice, check_size
-from vecroute.ops.common import compute_dtype, without_autocast
+from vecroute.ops.common import compute_dtype, is_exporting, without_autocast
 
 WINDOW = 5  # states that Anderson's method combines
 WARM_UP = 10  # steps before it does: far from a fixed point it may run to another one than the loop does
@@ -87,7 +87,7 @@ def check_n_iters(n_iters: object) -> None:
 
 def not_compiled(function: Callable) -> Callable:
     """The function, as one that torch.compile leaves to Python; where nothing is compiled, as it is."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise ValueError(
             "n_iters must be an int in a layer to be exported: the steps of a Converge depend on the data"
         )

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from vecroute.ops.common import Weights, compute_dtype
+from vecroute.ops.common import Weights, compute_dtype, is_exporting
 from vecroute.ops.library import route_streamed
 from vecroute.ops.problem import Tuning
 from vecroute.ops.reference import route_reference
@@ -142,7 +142,7 @@ def pick(implementation: str, x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
 def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
     """What ``auto`` stands for."""
     if cu_seqlens is None:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return "reference"  # plain operators, that any runtime has
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return "reference"  # torch.func cannot transform operators that have a backward of their own

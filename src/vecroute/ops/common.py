@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+# Devices that have autocast; asked here, since compilers cannot trace the question.
+AUTOCAST = set(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla")))
+
 
 class Weights(NamedTuple):
     """The parameters of Algorithm 2 by the paper's names; ``I`` is n_inp, or 1 if the length is variable."""
@@ -74,15 +77,19 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def product_dtype(x_inp: Tensor) -> torch.dtype:
     """The dtype to which the operands of products are rounded: autocast's, else that of x_inp."""
     device = x_inp.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = device in AUTOCAST and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast and x_inp.dtype != torch.float64 else x_inp.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context in which autocast rounds nothing; a device that has none, as meta, needs none."""
     device = x.device.type
-    available = torch.amp.is_autocast_available(device)
-    return torch.autocast(device, enabled=False) if available else nullcontext()
+    return torch.autocast(device, enabled=False) if device in AUTOCAST else nullcontext()
+
+
+def is_exporting() -> bool:
+    """Whether torch.export asks; in torch.compile of PyTorch 2.11 ``torch.compiler.is_exporting`` is true too."""
+    return torch.compiler._is_exporting_flag
 
 
 def used_pairs(input_mask: Tensor | None, pair_mask: Tensor | None) -> Tensor | None:
