@@ -88,7 +88,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export asks: ``torch.compiler.is_exporting``, which PyTorch 2.11 mixes up with compiling."""
+    """Whether torch.export asks; the public name says so in torch.compile of PyTorch 2.11 too."""
     return torch.compiler._is_exporting_flag
 
 
