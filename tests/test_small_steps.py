@@ -3,11 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as nnf
+import triton
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from samples import with_noise
 from tolerance import twin, upstream
 
 import vecroute as vr
 from vecroute.ops import Tuning, fused_norm, fused_steps
+from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.library import operator_arguments, problem
 from vecroute.ops.problem import Grads, Problem
 
@@ -160,3 +164,10 @@ def test_autocast(implementation, fixed, device, nan_filled_memory):
     for name, got, truth in zip(names, *results, strict=True):
         if truth.numel() > 1:
             assert (got - truth).norm() < 0.1 * truth.norm(), name
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 2**40), st.integers(1, 2**20))
+def test_sizes_of_blocks(a, b):
+    assert next_power_of_2(a) == triton.next_power_of_2(a)
+    assert cdiv(a, b) == triton.cdiv(a, b)

@@ -92,6 +92,17 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+# Triton has both too, for kernels as well; there each takes the host two microseconds.
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not less than n, which is at least 1."""
+    return 1 << (n - 1).bit_length()
+
+
 def used_pairs(input_mask: Tensor | None, pair_mask: Tensor | None) -> Tensor | None:
     """Pairs that take part in the competition, [..., i, j] or [..., i, 1]; None if all of them do."""
     if input_mask is None:

@@ -3,11 +3,11 @@
 from functools import partial
 
 import torch
-import triton
 from torch import Tensor
 
 from vecroute.ops import fused_halves, fused_rows, input_gradient
 from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
+from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.fused_activations import activations_backward_kernel, activations_kernel
 from vecroute.ops.fused_matrix import shared_rows as shared_rows
 from vecroute.ops.fused_matrix import shared_rows_backward as shared_rows_backward
@@ -30,7 +30,7 @@ def blocks_of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[st
 
     More than 512 go in two blocks or more: a single one was found to be up to ten times slower.
     """
-    block_j = 1 << (n_out - 1).bit_length()
+    block_j = next_power_of_2(n_out)
     block_j = block_j if block_j <= 512 else min(block_j // 2, 2048)
     return {
         "BLOCK_I": max(1, size // block_j), "BLOCK_J": block_j, "TILES": -(-n_out // block_j),
@@ -125,7 +125,7 @@ def coefficients_backward(
         if c is None and b > 1:
             sums = [grads[name][chunk.rows] for name in names]  # [i, j] each
             n, block = i * n_out, {"BLOCK_B": 32, "BLOCK_N": 32, "T": triton_dtype(p)}
-            sum_samples_kernel[triton.cdiv(n, 32), len(names)](
+            sum_samples_kernel[cdiv(n, 32), len(names)](
                 parts, sums[0], sums[1], sums[-2], sums[-1], b, n, int(fresh), **block
             )
 
@@ -158,8 +158,8 @@ def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:
     """As ``chunked.activations``."""
     b, i, d = x.shape
     W_A, B_A = p.w.W_A[chunk.rows], p.w.B_A[chunk.rows]  # [i, d], [i]
-    block = {"BLOCK_I": 4, "BLOCK_D": min(triton.next_power_of_2(d), 1024), "T": triton_dtype(p)}
-    activations_kernel[triton.cdiv(i, block["BLOCK_I"]), b](
+    block = {"BLOCK_I": 4, "BLOCK_D": min(next_power_of_2(d), 1024), "T": triton_dtype(p)}
+    activations_kernel[cdiv(i, block["BLOCK_I"]), b](
         x, W_A, B_A, p.sqrt_n_inp[chunk.samples], f, i, d, *x.stride(), W_A.stride(0), f.stride(0), **block
     )  # fmt: skip
 
@@ -183,8 +183,8 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
             return
         accumulate(p, out, pairs, M, into.fresh)
     rows, columns = (1, 256) if i * d <= 2**17 else (4, 512)  # few numbers of many samples want small blocks
-    block = {"BLOCK_I": rows, "BLOCK_D": min(triton.next_power_of_2(d), columns), "T": triton_dtype(p)}
-    activations_backward_kernel[triton.cdiv(i, block["BLOCK_I"]), triton.cdiv(d, block["BLOCK_D"])](
+    block = {"BLOCK_I": rows, "BLOCK_D": min(next_power_of_2(d), columns), "T": triton_dtype(p)}
+    activations_backward_kernel[cdiv(i, block["BLOCK_I"]), cdiv(d, block["BLOCK_D"])](
         x, W_A, grad_a, out, grad_W_A, b, i, d, *x.stride(), W_A.stride(0), grad_a.stride(0), *out.stride(),
         grad_W_A.stride(0), int(fresh), GRAD_X=into.grad_x is not None, **block,
     )  # fmt: skip

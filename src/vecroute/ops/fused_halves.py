@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vecroute.ops.common import cdiv
 from vecroute.ops.products import HALVES
 
 
@@ -68,11 +69,11 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
     rows, columns, inner = HALVES["BLOCK_I"], HALVES["BLOCK_N"], HALVES["BLOCK_K"]
     pairs = [TensorDescriptor.from_tensor(t, [rows, inner]) for t in (waiting, phi)]
     large = [TensorDescriptor.from_tensor(t, [rows, columns]) for t in (x, W_A, grad_x, grad_W_A)]
-    n_blocks = triton.cdiv(M.shape[0], columns)
+    n_blocks = cdiv(M.shape[0], columns)
     # The first block of columns in a launch of its own, after the others: where it writes pairs have waited.
     for start, n in ((1, n_blocks - 1), (0, 1)):
         if n:
-            input_gradient_kernel[triton.cdiv(len(x), rows) * n,](
+            input_gradient_kernel[cdiv(len(x), rows) * n,](
                 *pairs, TensorDescriptor.from_tensor(M, [columns, inner]), top, *large, grad_a, len(x),
                 phi.shape[1], top.stride(0), start, n, WAITING=len(top) - 1, **HALVES,
             )  # fmt: skip

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.fused_pairs import sum_samples_kernel, triton_dtype
 from vecroute.ops.problem import Grads, Problem, aligned
 
@@ -163,7 +164,7 @@ def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
     """As ``chunked.shared_rows``."""
     d = p.x_inp.shape[-1]
     rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n)  # [q, d], [q]
-    grid = triton.cdiv(n, BLOCKS["BLOCK_Q"]), triton.cdiv(d, BLOCKS["BLOCK_D"])
+    grid = cdiv(n, BLOCKS["BLOCK_Q"]), cdiv(d, BLOCKS["BLOCK_D"])
     shared_rows_kernel[grid](
         p.w.W_use, p.w.W_ign, p.w.B_use, p.w.B_ign, p.w.W_A, rows, bias, p.n_out, n, d,
         PRIOR=p.prior if flat else 0.0, FLAT=flat, T=triton_dtype(p), **BLOCKS,
@@ -177,7 +178,7 @@ def shared_rows_backward(
     """As ``chunked.shared_rows_backward``."""
     names = ("W_use", "W_ign", "B_use", "B_ign", *(("W_A", "B_A") if first else ()))
     found = [grad.new_empty(getattr(p.w, name).shape) for name in names]
-    grid = triton.cdiv(p.n_out, BLOCKS["BLOCK_Q"]), triton.cdiv(grad.shape[1], BLOCKS["BLOCK_D"])
+    grid = cdiv(p.n_out, BLOCKS["BLOCK_Q"]), cdiv(grad.shape[1], BLOCKS["BLOCK_D"])
     shared_rows_backward_kernel[grid](
         grad, sums, p.sqrt_n_inp, *found[:4], found[-2], found[-1], p.n_out, len(sums), grad.shape[1],
         sums.stride(0), PRIOR=p.prior if flat else 0.0, FLAT=flat, FIRST=first, BLOCK_B=32,
@@ -193,7 +194,7 @@ def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
         return own
     (b, k, d), n = own.shape, own.shape[1] + len(shared)
     out = own.new_empty(b, d, aligned(n))[..., :n]  # [b, d, q]
-    grid = triton.cdiv(n, BLOCKS["BLOCK_Q"]), triton.cdiv(d, BLOCKS["BLOCK_D"]), b
+    grid = cdiv(n, BLOCKS["BLOCK_Q"]), cdiv(d, BLOCKS["BLOCK_D"]), b
     stacked_kernel[grid](own, shared, out, k, n, d, own.stride(0), *out.stride()[:2], **BLOCKS)
     return out.mT
 
@@ -201,13 +202,13 @@ def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
 def scores_matrix_backward(p: Problem, grad: Tensor, sums: Tensor, g: Tensor, grads: Grads) -> Tensor:
     """As ``chunked_steps.scores_matrix_backward``."""
     b, j, d = g.shape
-    parts, block = sums.new_empty(2, b, j), min(triton.next_power_of_2(d), 1024)  # [2, b, j]
-    scores_matrix_backward_kernel[triton.cdiv(b * j, 1024 // block),](
+    parts, block = sums.new_empty(2, b, j), min(next_power_of_2(d), 1024)  # [2, b, j]
+    scores_matrix_backward_kernel[cdiv(b * j, 1024 // block),](
         grad, g, p.w.W_G2, p.w.B_G2, p.w.W_S, sums, parts, b * j, j, d, grad.stride(0), sums.stride(0),
         BLOCK_R=1024 // block, BLOCK_D=block, T=triton_dtype(p),
     )  # fmt: skip
     grad_W, grad_B = sums.new_empty(1, j), sums.new_empty(1, j)  # [1, j] each
-    sum_samples_kernel[triton.cdiv(j, 32), 2](
+    sum_samples_kernel[cdiv(j, 32), 2](
         parts, grad_W, grad_B, grad_W, grad_B, b, j, 1, BLOCK_B=32, BLOCK_N=32, T=triton_dtype(p)
     )
     grads.add("W_S", grad_W)

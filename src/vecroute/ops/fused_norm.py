@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.common import normalize
+from vecroute.ops.common import cdiv, next_power_of_2, normalize
 
 MOST_FEATURES = 8192  # of a vector that a program has in registers
 
@@ -81,6 +81,6 @@ def has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
 def launch(kernel, *tensors: Tensor) -> None:
     """Each program has some vectors of the tensors, [b, j, h] each."""
     b, j, h = tensors[0].shape
-    block = triton.next_power_of_2(h)
+    block = next_power_of_2(h)
     rows = max(1, 2048 // block)
-    kernel[triton.cdiv(b * j, rows),](*tensors, b * j, h, BLOCK_R=rows, BLOCK_D=block)
+    kernel[cdiv(b * j, rows),](*tensors, b * j, h, BLOCK_R=rows, BLOCK_D=block)

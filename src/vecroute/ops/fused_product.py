@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vecroute.ops.common import cdiv
+
 # Found by trial on one H200, for 1,000,000 rows.
 BLOCKS = {"BLOCK_I": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2}
 
@@ -71,7 +73,7 @@ def rows_times(a: Tensor, b: Tensor, out: Tensor, fresh: bool = True, activation
     sizes = [out.shape[2], a.shape[2], a.stride(1), b.stride(1), out.stride(1)]
     vec = 1 if any(size % 4 for size in sizes) else 4
     columns, inner, a_i, b_n, out_i = (size // vec for size in sizes)
-    grid = triton.cdiv(out.shape[1], BLOCKS["BLOCK_I"]) * triton.cdiv(out.shape[2], BLOCKS["BLOCK_N"]), len(a)
+    grid = cdiv(out.shape[1], BLOCKS["BLOCK_I"]) * cdiv(out.shape[2], BLOCKS["BLOCK_N"]), len(a)
     rows_kernel[grid](
         a, b, out, x, W_A, scaled, grad_W_A, out.shape[1], columns, inner, a.stride(0), a_i, b.stride(0), b_n,
         out.stride(0), out_i, x.stride(-2), W_A.stride(-2), grad_W_A.stride(-2), ADD=not fresh,

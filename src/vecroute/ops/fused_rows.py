@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, Room, has_all_rows
 from vecroute.ops.columns import Columns
+from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.fused_pairs import in_units
 from vecroute.ops.problem import Problem
 
@@ -192,7 +193,7 @@ def blocks_of_rows(n_out: int, *, first: bool, backward: bool) -> dict[str, int]
 
     Each thread has eight outputs or so, and as many registers as leave room for those programs.
     """
-    block_j = triton.next_power_of_2(n_out)
+    block_j = next_power_of_2(n_out)
     num_warps = max(4, min(16, block_j // 256))
     maxnreg = 128 if backward and not first else 64
     return {
@@ -204,8 +205,8 @@ def blocks_of_rows(n_out: int, *, first: bool, backward: bool) -> dict[str, int]
 def cut(like: Chunk, device: torch.device, programs: int) -> tuple[int, int]:
     """How many programs a sample has, and how many rows each of them."""
     b, i = like.shape
-    n_rows = triton.cdiv(i * b, n_processors(device) * programs)
-    return triton.cdiv(i, n_rows), n_rows
+    n_rows = cdiv(i * b, n_processors(device) * programs)
+    return cdiv(i, n_rows), n_rows
 
 
 def coefficients(p: Problem, like: Chunk, dot, f: Tensor, dtype: torch.dtype, room: Room):

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.fused_matrix import scores_matrix_backward as scores_matrix_backward
 from vecroute.ops.fused_norm import normalized, normalized_backward
 from vecroute.ops.fused_pairs import add_to, triton_dtype
@@ -184,7 +185,7 @@ def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tens
     u = torch.empty_like(y, dtype=p.step_dtype)  # [b, j, d]
     x_out = y.new_empty(b, j, h) if out is None else out  # [b, j, h]
     blocks = row_blocks(max(d, h))
-    outputs_kernel[triton.cdiv(b * j, blocks["BLOCK_R"]),](
+    outputs_kernel[cdiv(b * j, blocks["BLOCK_R"]),](
         y, s, p.sqrt_n_inp, p.w.W_F1, p.w.B_F2, u, x_out, b * j, j, d, h, T=triton_dtype(p), **blocks,
     )  # fmt: skip
     add_product(x_out.view(-1, h), u.view(-1, d), p.in_dtype("W_F2", p.w.W_F2, u.dtype), fresh=False)
@@ -204,7 +205,7 @@ def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
     """As ``chunked_steps.scores_matrix``."""
     b, j, d = g.shape
     blocks = row_blocks(d)
-    scores_matrix_kernel[triton.cdiv(b * j, blocks["BLOCK_R"]),](
+    scores_matrix_kernel[cdiv(b * j, blocks["BLOCK_R"]),](
         g, p.w.W_G2, p.w.B_G2, p.w.W_S, out, b * j, j, d, out.stride(0),
         FIXED=not p.variable, T=triton_dtype(p), **blocks,
     )  # fmt: skip
@@ -231,9 +232,9 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
             ONE=b == 1, ROUNDS=rounds, T=triton_dtype(p), **sums, **by_row,
         )  # fmt: skip
 
-    n_W = triton.cdiv(j * d, sums["BLOCK_N"])
-    n_B = 0 if b == 1 else triton.cdiv(j * h, sums["BLOCK_N"])
-    n_s = triton.cdiv(b * j, by_row["BLOCK_R"] * parts)
+    n_W = cdiv(j * d, sums["BLOCK_N"])
+    n_B = 0 if b == 1 else cdiv(j * h, sums["BLOCK_N"])
+    n_s = cdiv(b * j, by_row["BLOCK_R"] * parts)
     if rounds:
         launch(0, n_B, n_s)  # before the product, which needs grad_x_out rounded
     rows = rounded.view(-1, h)  # [b j, h]
@@ -253,7 +254,7 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
     grad_W, fresh = sums_of(p, grads, "W_G2", parts)  # [parts, j, d]
     own = b == 1 and not p.variable and "B_G2" not in grads and p.width == j  # grad_x_hat, with no other rows
     grad_B = grad_x_hat if own else sums_of(p, grads, "B_G2", parts)[0]  # [parts, j, d]
-    predictions_backward_kernel[triton.cdiv(j * d, blocks["BLOCK_N"]), parts](
+    predictions_backward_kernel[cdiv(j * d, blocks["BLOCK_N"]), parts](
         grad_x_hat, g, p.w.W_G2, grad_g, grad_W, grad_B, b, j * d, grad_x_hat.stride(0), step, fresh,
         OF_B=not own, T=triton_dtype(p), **blocks,
     )  # fmt: skip
@@ -268,13 +269,13 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
 
 def row_blocks(n: int) -> dict[str, int]:
     """Rows, and features of a row of n."""
-    block = min(triton.next_power_of_2(n), 1024)
+    block = min(next_power_of_2(n), 1024)
     return {"BLOCK_R": 1024 // block, "BLOCK_D": block}
 
 
 def sum_blocks(b: int) -> dict[str, int]:
     """Samples to sum over, and numbers of each."""
-    block = min(triton.next_power_of_2(max(1, b)), 8)
+    block = min(next_power_of_2(max(1, b)), 8)
     return {"BLOCK_B": block, "BLOCK_N": 1024 // block}
 
 
@@ -284,7 +285,7 @@ def parts_of(b: int, n: int) -> tuple[int, int]:
     One, unless there are so many samples and so few numbers that a GPU would not be busy.
     """
     parts = max(1, min(b // 64, 2**17 // n, 2**10))
-    return parts, triton.cdiv(b, parts)
+    return parts, cdiv(b, parts)
 
 
 def sums_of(p: Problem, grads: Grads, name: str, parts: int) -> tuple[Tensor, int]:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vecroute.ops import products
+from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.fused_pairs import add_to, in_units
 
 LEAST_SUMS = 512  # below, a GPU would not be busy
@@ -50,8 +51,8 @@ def summer(out: Tensor, like: Tensor) -> Callable[[Tensor, bool], object]:
         return products.summer(out, i)
     dtype = tl.float64 if out.dtype == torch.float64 else tl.float32
     launch = partial(
-        sum_rows_kernel[triton.cdiv(k, 8), b], out=out, out_b=out.stride(0), BLOCK_J=8, num_warps=8,
-        BLOCK_I=min(1024, triton.next_power_of_2(i)), T=dtype,
+        sum_rows_kernel[cdiv(k, 8), b], out=out, out_b=out.stride(0), BLOCK_J=8, num_warps=8,
+        BLOCK_I=min(1024, next_power_of_2(i)), T=dtype,
         **in_units({"values_b": like.stride(0), "values_i": like.stride(2)}, k),
     )  # fmt: skip
     return lambda values, fresh: launch(values=values, n_inp=values.shape[-1], fresh=int(fresh))
