@@ -27,7 +27,6 @@ def calls(monkeypatch, tf32):
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
     calls, multiply = [], input_gradient.input_gradient
-    monkeypatch.setattr(input_gradient, "LEAST_ROWS", 1)
     monkeypatch.setattr(products, "HALVES_ROWS", 1)
     monkeypatch.setattr(input_gradient, "input_gradient", lambda *a: (calls.append(1), multiply(*a))[1])
     with torch.device("cuda"):

@@ -7,7 +7,7 @@ from samples import with_noise
 from tolerance import assert_as_good, outcome, twin
 
 import vecroute as vr
-from vecroute.ops import Tuning, arrange, input_gradient, products, rounded_product
+from vecroute.ops import Tuning, arrange, products, rounded_product
 
 GPU = pytest.mark.gpu
 SIZES = [  # n_inp, d_inp, n_out, n_iters
@@ -25,7 +25,6 @@ def calls(monkeypatch, tf32):
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
     calls, multiplier = [], rounded_product.multiplier
-    monkeypatch.setattr(input_gradient, "LEAST_ROWS", 1)
     monkeypatch.setattr(products, "HALVES_ROWS", 1)
     monkeypatch.setattr(rounded_product, "multiplier", lambda *a: (calls.append(1), multiplier(*a))[1])
     with torch.device("cuda"):

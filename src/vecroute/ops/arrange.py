@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.common import cdiv
+from vecroute.ops.common import aligned, cdiv
 
 BLOCK = 1024
 
@@ -48,7 +48,7 @@ def columns_kernel(
 
 def by_features(M: Tensor, n_out: int) -> Tensor:
     """M [q, d] in bfloat16, [d / 64, rows, 8, 8]; each n_out of q are filled up to whole eights."""
-    (q, d), padded, M = M.shape, -(-n_out // 8) * 8, M.contiguous()
+    (q, d), padded, M = M.shape, aligned(n_out), M.contiguous()
     out = M.new_empty(d // 64, q // n_out * padded, 8, 8, dtype=torch.bfloat16)
     features_kernel[cdiv(out.numel(), BLOCK),](M, out, out.numel(), q, d, n_out, padded, BLOCK=BLOCK)
     return out
@@ -56,7 +56,7 @@ def by_features(M: Tensor, n_out: int) -> Tensor:
 
 def by_columns(M: Tensor, weights: Tensor) -> Tensor:
     """2^14 M / weights, from [k, d] and [k, 1], in float16, [d / 64, k / 64, 64, 8, 8]; k is filled up."""
-    (k, d), tiles = M.shape, -(-M.shape[0] // 64)
+    (k, d), tiles = M.shape, cdiv(M.shape[0], 64)
     out = M.new_empty(d // 64, tiles, 64, 8, 8, dtype=torch.float16)
     columns_kernel[cdiv(out.numel(), BLOCK),](M, weights, out, out.numel(), k, d, tiles, BLOCK=BLOCK)
     return out

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vecroute.ops.common import cdiv
 from vecroute.ops.problem import Problem
 
 MOST_SAMPLES = 2**16 - 1  # CUDA has no more blocks in any dimension of a grid but the first
@@ -70,8 +71,8 @@ def has_all_rows(t: Tensor, chunk: Chunk) -> bool:
 
 def parts(start: int, end: int, size: int) -> Iterator[slice]:
     """As few parts of at most so many rows as there can be, about as large as each other."""
-    n = -(-(end - start) // size)
-    step = min(size, -(-(end - start) // max(1, 16 * n)) * 16)  # aligned
+    n = cdiv(end - start, size)
+    step = min(size, cdiv(end - start, max(1, 16 * n)) * 16)  # aligned
     for first in range(start, end, step or 1):
         yield slice(first, min(first + step, end))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import hopper
+from vecroute.ops.common import aligned, cdiv
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import fits_descriptor, row_weights
 
@@ -57,7 +58,7 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
     (i, d), device = p.x_inp.shape[1:], p.x_inp.device
     c, first = d // D, x_hat is None
     launch, n_clusters = kernel(c, p.n_out, first, device)
-    j = -(-p.n_out // 8) * 8
+    j = aligned(p.n_out)
     y_parts, s_parts = y.new_empty(n_clusters, d, j), y.new_empty(n_clusters * c, j)  # [., d, j], [., j]
     if first:
         units, unit_sums = y.new_empty(c, i), y.new_empty(n_clusters * c)  # [c, i], [.]
@@ -96,9 +97,9 @@ def kernel(c: int, n_out: int, first: bool, device: torch.device) -> tuple[Any, 
 
 def source(c: int, n_out: int, first: bool) -> str:
     """The kernel for sizes that it has as constants."""
-    tiles = -(-n_out // 8)
+    tiles = cdiv(n_out, 8)
     n_scorers = scorers(c)
-    of_group = -(-tiles // n_scorers)
+    of_group = cdiv(tiles, n_scorers)
     constants = f"constexpr int C = {c}, NT = {tiles}, FIRST = {int(first)};\n"
     constants += f"constexpr int SCORERS = {n_scorers}, TILES = {of_group};\n"
     scores = hopper.multiplication("scores_mma", of_group)
@@ -117,7 +118,7 @@ def scorers(c: int) -> int:
 
 def shared_bytes(c: int, n_out: int, first: bool) -> int:
     """The size of shared memory, as ``clusters.cu`` divides it."""
-    rows, warps, stages, j = 64, 16, 4 if first else 3, -(-n_out // 8) * 8
+    rows, warps, stages, j = 64, 16, 4 if first else 3, aligned(n_out)
     loaded = stages * warps * D * 4
     tiles = 2 * rows * D * 2 + 2 * rows * 128  # x_inp and phi
     others = loaded + 5 * rows * 4 if first else j * D * 2 + (2 * c - 1) * (rows // c) * j * 4

@@ -7,7 +7,8 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, has_all_rows, of_chunk
-from vecroute.ops.problem import Problem, aligned, over_samples
+from vecroute.ops.common import aligned
+from vecroute.ops.problem import Problem, over_samples
 from vecroute.ops.products import multiplier
 
 
@@ -143,17 +144,17 @@ class Columns:
         return p.steps.scores_matrix_backward(p, grad_x_hat, sums[:, :n], g, grads)  # [b, j, d]
 
 
-def new_matrix(p: Problem, n_blocks: int) -> Tensor:
-    """Memory for rows of M that each sample has for itself, ``p.width`` for each block of outputs.
-
-    Returns:
-        [b, n, d], as products take them, with zeros where there are no outputs.
-    """
-    size = len(p.sqrt_n_inp), n_blocks, p.width, p.x_inp.shape[-1]
-    M = p.x_inp.new_empty(size, dtype=p.operand_dtype)  # [b, 1 or more, j, d]
+def new_rows(p: Problem, *shape: int) -> Tensor:
+    """Memory for rows of M, as products take them, [*shape, j, d], with zeros where there are no outputs."""
+    rows = p.x_inp.new_empty(*shape, p.width, p.x_inp.shape[-1], dtype=p.operand_dtype)  # [*shape, j, d]
     if p.width > p.n_out:
-        M[:, :, p.n_out :] = 0
-    return M.flatten(1, 2)  # [b, n, d]
+        rows[..., p.n_out :, :] = 0
+    return rows
+
+
+def new_matrix(p: Problem, n_blocks: int) -> Tensor:
+    """Memory for the rows of M that each sample has for itself, some blocks of all outputs; [b, n, d]."""
+    return new_rows(p, len(p.sqrt_n_inp), n_blocks).flatten(1, 2)  # [b, n, d]
 
 
 def block_of(p: Problem, M: Tensor, k: int) -> Tensor:

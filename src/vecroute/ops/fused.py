@@ -33,7 +33,7 @@ def blocks_of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[st
     block_j = next_power_of_2(n_out)
     block_j = block_j if block_j <= 512 else min(block_j // 2, 2048)
     return {
-        "BLOCK_I": max(1, size // block_j), "BLOCK_J": block_j, "TILES": -(-n_out // block_j),
+        "BLOCK_I": max(1, size // block_j), "BLOCK_J": block_j, "TILES": cdiv(n_out, block_j),
         "num_warps": max(num_warps, min(8, block_j // 128)),
     }  # fmt: skip
 
@@ -86,7 +86,7 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
     strides = {"dot_i": 0 if linear is None else linear.stride(1)}
     blocks = blocks_of_pairs(p.n_out)
     launch = partial(
-        coefficients_kernel[-(-i // blocks["BLOCK_I"]), b], dot=f if linear is None else linear, B_A=p.w.B_A,
+        coefficients_kernel[cdiv(i, blocks["BLOCK_I"]), b], dot=f if linear is None else linear, B_A=p.w.B_A,
         phi=phi, ACTIVATE=a is not None, **pair_arguments(p, like, c, f, dot is None, strides), **blocks,
     )  # fmt: skip
     return phi, phi.mT, lambda chunk: launch(start=chunk.rows.start)
@@ -142,7 +142,7 @@ def backward(
     blocks = blocks_of_pairs(p.n_out, 2048 if first else 1024, num_warps=8)
     tops = into.top[len(into.columns) :] if into.halved else f  # [2 or more, i]
     launch = partial(
-        coefficients_backward_kernel[-(-i // blocks["BLOCK_I"]), b],
+        coefficients_backward_kernel[cdiv(i, blocks["BLOCK_I"]), b],
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
         fresh=int(stored), ADDS_UP=columns.adds_up, grad_s_b=grad_s.stride(0), grad_dot=to_sum,

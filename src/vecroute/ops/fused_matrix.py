@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.common import cdiv, next_power_of_2
+from vecroute.ops.common import aligned, cdiv, next_power_of_2
 from vecroute.ops.fused_pairs import sum_samples_kernel, triton_dtype
-from vecroute.ops.problem import Grads, Problem, aligned
+from vecroute.ops.problem import Grads, Problem
 
 BLOCKS = {"BLOCK_Q": 32, "BLOCK_D": 32}
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import hopper
+from vecroute.ops.common import cdiv
 from vecroute.ops.problem import Problem
 
 GROUPS, ROWS, COLUMNS = 2, 64, 64  # a block has so many groups of 128 threads, each with so many rows
 STAGES = 3  # of M
-LEAST_ROWS = 20_000  # below, a GPU is not busy
 
 
 @cache
@@ -31,8 +31,7 @@ def has_kernel(waiting: int, n_out: int, device: torch.device) -> bool:
 
 def can_multiply(p: Problem, n_waiting: int) -> bool:
     """Whether ``input_gradient`` can be called where ``fused_halves`` can, with pairs [i, n_waiting]."""
-    _, i, d = p.x_inp.shape
-    whole = i >= LEAST_ROWS and d % COLUMNS == 0
+    whole = p.x_inp.shape[-1] % COLUMNS == 0
     return whole and has_kernel(n_waiting // (2 * p.n_out), p.n_out, p.x_inp.device)
 
 
@@ -44,7 +43,7 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
     strides = [t.stride(0) for t in (waiting, phi, top, x, W_A, grad_x, grad_W_A)]
     with torch.cuda.device(x.device):
         launch(
-            grid=(-(-n // (GROUPS * ROWS)), 1, 1),
+            grid=(cdiv(n, GROUPS * ROWS), 1, 1),
             block=(128 * GROUPS, 1, 1),
             args=[*tensors, n, d, *strides],
             shared_mem=shared_bytes(len(top) - 1, n_out),
@@ -80,4 +79,4 @@ def shared_bytes(waiting: int, n_out: int) -> int:
 
 def stage_bytes(waiting: int, n_out: int) -> int:
     """What ``COLUMNS`` columns of M have."""
-    return -(-(2 * waiting + 1) * n_out // 64) * COLUMNS * 128
+    return cdiv((2 * waiting + 1) * n_out, 64) * COLUMNS * 128

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from vecroute.ops import clusters, rounded_product
 from vecroute.ops.chunks import Room, alike, as_operand, chunks, inputs, of_chunk
-from vecroute.ops.columns import Columns
-from vecroute.ops.problem import SMALL_COPY, Grads, Problem, aligned, over_samples
+from vecroute.ops.columns import Columns, new_rows
+from vecroute.ops.common import aligned
+from vecroute.ops.problem import SMALL_COPY, Grads, Problem, over_samples
 from vecroute.ops.products import (
     accumulate,
     accumulate_over_inputs,
@@ -54,10 +55,7 @@ def new_x_hat(p: Problem, n_iters: int) -> Tensor:
     b, j, d = p.sqrt_n_inp.shape[0], p.width, p.w.W_F1.shape[1]  # not len, a constant for compilers
     size = (n_iters - 1) * b * j * d * p.operand_dtype.itemsize
     keep = p.pair_dtype != p.dtype and size <= min(SMALL_COPY, p.tuning.keep_bytes)
-    x_hat = p.x_inp.new_empty(n_iters - 1 if keep else 0, b, j, d, dtype=p.operand_dtype)  # [t - 1, b, j, d]
-    if p.width > p.n_out:
-        x_hat[:, :, p.n_out :] = 0
-    return x_hat
+    return new_rows(p, n_iters - 1 if keep else 0, b)  # [t - 1, b, j, d]
 
 
 def kept_in(p: Problem, kept: Tensor, t: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vecroute.ops.common import Weights, compute_dtype
+from vecroute.ops.common import Weights, aligned, cdiv, compute_dtype
 from vecroute.ops.group import add_up
 
 # From how many outputs on bfloat16 pays for rounding float32 operands, found by trial on one H200; and up to
@@ -176,8 +176,8 @@ class Problem:
             yield slice(None)
             return
         (b, _, d), (j, h) = self.x_inp.shape, self.w.B_F2.shape
-        n_parts = -(-b * j * max(d, h) * self.dtype.itemsize // PART_BYTES)
-        size = -(-b // max(1, n_parts))
+        n_parts = cdiv(b * j * max(d, h) * self.dtype.itemsize, PART_BYTES)
+        size = cdiv(b, max(1, n_parts))
         for start in range(0, b, max(1, size)):
             yield slice(start, start + size)
 
@@ -193,11 +193,6 @@ class Problem:
         """Make sums over the inputs here sums over those of every rank, in place."""
         if self.group:
             add_up(self.group, *sums)
-
-
-def aligned(n: int) -> int:
-    """The least multiple of 8 that is not less."""
-    return -(-n // 8) * 8
 
 
 def over_samples(values: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import hopper
+from vecroute.ops.common import aligned, cdiv
 from vecroute.ops.problem import Problem
 
 GROUPS, ROWS, FEATURES, STAGES = 2, 64, 64, 3
@@ -45,7 +46,7 @@ def multiplier(M: Tensor, n_out: int, out: Tensor) -> Callable[[Tensor], object]
     _, n, q = out.shape
     launch, arranged = kernel(n_out, q // n_out, out.device), by_features(M[0], n_out)
     properties: Any = torch.cuda.get_device_properties(out.device)
-    blocks = min(properties.multi_processor_count, -(-n // (GROUPS * ROWS)))
+    blocks = min(properties.multi_processor_count, cdiv(n, GROUPS * ROWS))
 
     def multiply(x: Tensor) -> None:
         with torch.cuda.device(x.device):
@@ -68,12 +69,12 @@ def kernel(n_out: int, parts: int, device: torch.device) -> Any:
 def source(n_out: int, parts: int) -> str:
     """The kernel for sizes that it has as constants."""
     constants = f"constexpr int N_OUT = {n_out}, PARTS = {parts};\n"
-    multiply = hopper.multiplication("product_mma", -(-n_out // 8) * parts, dtype="bf16")
+    multiply = hopper.multiplication("product_mma", cdiv(n_out, 8) * parts, dtype="bf16")
     return hopper.source("rounded_product.cu", constants, multiply)
 
 
 def shared_bytes(n_out: int, parts: int) -> int:
     """The size of shared memory, as ``rounded_product.cu`` divides it."""
-    stage = parts * -(-n_out // 8) * 8 * 128
-    products = -(-ROWS * parts * n_out * 2 // 1024) * 1024
+    stage = parts * aligned(n_out) * 128
+    products = cdiv(ROWS * parts * n_out * 2, 1024) * 1024
     return STAGES * stage + GROUPS * max(2 * ROWS * 128, products) + 2 * STAGES * 8

@@ -8,7 +8,8 @@ from torch import Tensor
 from vecroute.ops import input_gradient
 from vecroute.ops.chunks import Chunk, Room
 from vecroute.ops.columns import Columns, new_matrix
-from vecroute.ops.problem import Problem, aligned
+from vecroute.ops.common import aligned
+from vecroute.ops.problem import Problem
 from vecroute.ops.products import halves_of, has_halves, row_weights, widened
 
 # Up to so many bytes, and twice ``Tuning.keep_bytes``, ``fused`` has memory for all pairs of a backward,
