@@ -38,20 +38,23 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
     return with_noise(vr.VectorRouting(**sizes, implementation="fused"))
 
 
+@pytest.mark.parametrize("of", [input_gradient.of_one, input_gradient.of_many])
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
-def test_shared_memory_is_as_large_as_the_kernel_divides(waiting, n_out, device):
-    constants = named_constants("input_gradient.cu", {"WAITING": waiting, "N_OUT": n_out})
-    assert input_gradient.shared_bytes(waiting, n_out) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
-    assert input_gradient.stage_bytes(waiting, n_out) == constants["STAGE"]
-    M = torch.zeros((2 * waiting + 1) * n_out, 64)
+def test_shared_memory_is_as_large_as_the_kernel_divides(of, waiting, n_out, device):
+    sizes = of(waiting, n_out)
+    given = {"WAITING": waiting, "N_OUT": n_out, "N_LAST": sizes.n_last}
+    constants = named_constants("input_gradient.cu", given)
+    assert input_gradient.shared_bytes(sizes) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
+    assert input_gradient.stage_bytes(sizes) == constants["STAGE"]
+    M = torch.zeros(constants["N_PAIRS"], 64)
     assert arrange.by_columns(M, torch.ones(len(M), 1)).numel() * 2 == constants["STAGE"]
     for name in ("GROUPS", "ROWS", "COLUMNS", "STAGES"):
         assert constants[name] == getattr(input_gradient, name)
 
 
 def test_source_has_the_sizes():
-    source = input_gradient.source(1, 100)
-    assert "constexpr int WAITING = 1, N_OUT = 100;" in source
+    source = input_gradient.source(input_gradient.of_one(1, 100))
+    assert "constexpr int WAITING = 1, N_OUT = 100, N_LAST = 100;" in source
     assert re.search(r"m64n64k16.f32.f16.f16 {.*%31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;", source)
 
 

@@ -17,11 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vecroute.ops import arrange, fused_activations, fused_halves, fused_matrix, fused_norm, fused_pairs
-from vecroute.ops import fused_product, fused_rows, fused_steps, fused_sums
+from vecroute.ops import fused_half, fused_product, fused_rows, fused_steps, fused_sums
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
 POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
 POINTERS += " beta_use beta_ign sums values W_use W_ign B_use B_ign bias"
+POINTERS += " c x_tops M_tops c_tops phi_tops sum_tops before phi_out"
 POINTERS = POINTERS.split()
 
 
@@ -88,7 +89,17 @@ vectors = {"v": "*bf16", "grad_v": "*bf16"}
 compile(fused_norm.normalize_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
 compile(fused_norm.normalize_backward_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
 compile(arrange.features_kernel, 4, {"M": "*fp32", "out": "*bf16"}, BLOCK=1024)
-compile(arrange.columns_kernel, 4, {"M": "*fp32", "out": "*fp16"}, BLOCK=1024)
+of_one, of_batch = dict.fromkeys(("M", "shared"), "*fp32"), dict.fromkeys(("M", "shared"), "*fp16")
+compile(arrange.columns_kernel, 4, of_one | {"out": "*fp16"}, WEIGHTED=True, BLOCK=1024)
+compile(arrange.columns_kernel, 4, of_batch | {"out": "*fp16"}, WEIGHTED=False, BLOCK=1024)
+compile(fused_half.halves_kernel, 4, {"out": "*fp16"}, BLOCK=1024)
+tile, pairs = {"BLOCK_I": 64, "BLOCK_J": 64}, dict.fromkeys(("phi", "results", "grad_c", "to_sum"), "*fp16")
+for first in (True, False):
+    prior = {"PRIOR": 0.02 if first else 0.0, "FIRST": first}
+    compile(fused_half.half_coefficients_kernel, 8, pairs, SHOWN=first, **prior, **tile)
+    compile(fused_half.half_coefficients_backward_kernel, 8, pairs, FRESH=not first, **prior, **tile)
+    halves, sums = {"pairs": "*fp16", "x": "*fp16"}, {"BLOCK_I": 64, "BLOCK_J": 128, "BLOCK_D": 128, "STAGES": 4}
+    compile(fused_half.half_sums_kernel, 8, halves, OF_A=first, **sums)
 steps = {"BLOCK_B": 8, "BLOCK_N": 128, "T": tl.float32}
 of_one = {"ONE": True, "ROUNDS": True, "BLOCK_R": 8, "BLOCK_D": 128}
 compile(fused_steps.outputs_backward_kernel, 4, rounded, **of_one, **steps)
@@ -101,7 +112,7 @@ def test_every_kernel_compiles():
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 28
+    assert len(done.stdout.split()) == 36
 
 
 def log_of_compilation(source: str) -> str:
@@ -132,7 +143,13 @@ def test_the_kernel_of_clusters_compiles(c, n_out, first):
 
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 128), (1, 4)])
 def test_the_kernel_of_the_input_gradient_compiles(waiting, n_out):
-    log = log_of_compilation(input_gradient.source(waiting, n_out))
+    log = log_of_compilation(input_gradient.source(input_gradient.of_one(waiting, n_out)))
+    assert "0 bytes spill stores, 0 bytes spill loads" in log, log
+
+
+@pytest.mark.parametrize(("waiting", "n_out"), [(1, 64), (1, 8), (2, 64), (1, 96)])
+def test_the_kernel_of_the_input_gradient_of_a_batch_compiles(waiting, n_out):
+    log = log_of_compilation(input_gradient.source(input_gradient.of_many(waiting, n_out)))
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log
 
 

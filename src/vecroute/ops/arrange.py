@@ -28,22 +28,29 @@ def features_kernel(M, out, n, q, d, n_out, padded, BLOCK: tl.constexpr):  # [q,
 
 @triton.jit
 def columns_kernel(
-    M, weights, out, n, k, d, tiles, BLOCK: tl.constexpr
-):  # [k, d], [k], [d / 64, tiles, 64, 8, 8]
-    """out = 2^14 M / weights, 64 columns d at a time, in the order in which threads multiply.
+    M, shared, weights,  # [b, n, d], [k - n, d], [k]
+    out,  # [b, d / 64, tiles, 64, 8, 8]
+    size, n, k, d, tiles,  # size: how many numbers a sample has there
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = M of a sample and after it the rows that all share, 64 columns d at a time, as threads multiply them.
 
     Of 32 rows k a thread has 8, of which it multiplies 4 at a time, two of them in each half of 16. Of 16
-    columns it has 4 next to each other.
+    columns it has 4 next to each other. Where WEIGHTED, rows are times 2^14 and over their weights.
     """
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(1).to(tl.int64)
     place = o // 64 % 64
     column = o // (4096 * tiles) * 64
     column += place // 16 * 16 + place // 2 % 4 * 4 + place // 8 % 2 * 2 + place % 2
     step = o // 4096 % tiles * 64 + (o // 8 % 8 ^ place % 8) * 8 + o % 8
     row = step // 32 * 32 + step // 2 % 4 * 8 + step // 16 % 2 * 4 + step // 8 % 2 * 2 + step % 2
-    m = (o < n) & (row < k)
-    b_M = tl.load(M + row * d + column, mask=m, other=0.0) / tl.load(weights + row, mask=m, other=1.0)
-    tl.store(out + o, (b_M * 16384.0).to(tl.float16), mask=o < n)
+    m = (o < size) & (row < k)
+    b_M = tl.load(M + (b * n + row) * d + column, mask=m & (row < n), other=0.0)
+    b_M += tl.load(shared + (row - n) * d + column, mask=m & (row >= n), other=0.0)
+    if WEIGHTED:
+        b_M = b_M / tl.load(weights + row, mask=m, other=1.0) * 16384.0
+    tl.store(out + b * size + o, b_M.to(tl.float16), mask=o < size)
 
 
 def by_features(M: Tensor, n_out: int) -> Tensor:
@@ -56,7 +63,19 @@ def by_features(M: Tensor, n_out: int) -> Tensor:
 
 def by_columns(M: Tensor, weights: Tensor) -> Tensor:
     """2^14 M / weights, from [k, d] and [k, 1], in float16, [d / 64, k / 64, 64, 8, 8]; k is filled up."""
-    (k, d), tiles = M.shape, cdiv(M.shape[0], 64)
-    out = M.new_empty(d // 64, tiles, 64, 8, 8, dtype=torch.float16)
-    columns_kernel[cdiv(out.numel(), BLOCK),](M, weights, out, out.numel(), k, d, tiles, BLOCK=BLOCK)
+    return arranged_columns(M[None], M, weights, len(M))[0]
+
+
+def by_columns_of_batch(M: Tensor, shared: Tensor) -> Tensor:
+    """M [b, n, d] and after it shared [k - n, d], both float16, [b, d / 64, k / 64, 64, 8, 8]; k is filled up."""
+    return arranged_columns(M, shared, None, M.shape[1] + len(shared))
+
+
+def arranged_columns(M: Tensor, shared: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    (b, n, d), tiles = M.shape, cdiv(k, 64)
+    out = M.new_empty(b, d // 64, tiles, 64, 8, 8, dtype=torch.float16)
+    size, weighted = out.stride(0), weights is not None
+    columns_kernel[cdiv(size, BLOCK), b](
+        M, shared, weights if weighted else M, out, size, n, k, d, tiles, WEIGHTED=weighted, BLOCK=BLOCK
+    )
     return out

@@ -31,12 +31,19 @@ def used(use, o_use, j_use, o_j, m):
 
 
 @triton.jit
+def f_of(z):
+    """f(z) as exp(low) q, with low = min(z, 0); and 1 - f(z), none of whose digits are lost where f(z) is almost 1."""
+    small = tl.exp(-tl.abs(z))
+    q = 1.0 / (1.0 + small)
+    return tl.minimum(z, 0.0), q, q * tl.where(z > 0.0, small, 1.0)
+
+
+@triton.jit
 def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.constexpr, FIXED: tl.constexpr,
            MASKED: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Of a block, f(z) = exp(low) q, 0 at unused pairs and outside; 1 - f(z), none of whose digits are lost where
-    f(z) is almost 1; the dot product; and which are used.
+    """Of a block, f(z) = exp(low) q, 0 at unused pairs and outside; 1 - f(z); the dot product; and which are used.
 
-    low is min(z, 0), and -inf where f is 0. Under the flat prior f is 1 at used pairs.
+    low is -inf where f is 0. Under the flat prior f is 1 at used pairs.
     """
     b_dot = tl.zeros(m.shape, T)
     low = tl.zeros(m.shape, T)
@@ -48,9 +55,7 @@ def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.const
         if FIXED:
             z = z * tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(T)
         z += tl.load(B_S + o_S + o_j, mask=m, other=0.0).to(T)
-        small = tl.exp(-tl.abs(z))
-        low, q = tl.minimum(z, 0.0), 1.0 / (1.0 + small)
-        rest = q * tl.where(z > 0.0, small, 1.0)
+        low, q, rest = f_of(z)
     if MASKED:
         m = used(use, o_use, j_use, o_j, m)
         q = tl.where(m, q, 0.0)  # not NaN, whatever the scores of such a pair are

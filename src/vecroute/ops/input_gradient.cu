@@ -1,6 +1,8 @@
-// The gradients of x_inp and of W_A of one sample of a fixed length: what input_gradient.py calls.
+// The gradients of x_inp and of W_A: what input_gradient.py calls. Of one sample of a fixed length they are
 //
 //     grad_x = unit (pairs M) + grad_a W_A      grad_W_A = grad_a x_inp
+//
+// and of a BATCH of a variable length, whose pairs and M have a_inp too, grad_x = unit (pairs M) alone.
 //
 // A group of 128 threads has 64 rows. Their pairs stay in registers while M, shared by the groups of a block,
 // goes by 64 columns at a time; so pairs come from memory once, and M, from the cache, once for all rows of a
@@ -9,12 +11,12 @@
 //
 // Pairs may wait in the rows of grad_W_A: a row is read and written by one warp alone.
 //
-// Before this file come hopper.cu; WAITING, the iterations that wait; N_OUT; and gradient_mma, which multiplies
-// on the tensor cores.
+// Before this file come hopper.cu; BATCH; WAITING, the iterations that wait; N_OUT; N_LAST, how many pairs the
+// last has; and gradient_mma, which multiplies on the tensor cores.
 
 constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64, COLUMNS = 64;
 constexpr int N_WAITING = 2 * N_OUT * WAITING;
-constexpr int K = (N_WAITING + N_OUT + 31) / 32 * 32;  // all pairs of a row, padded
+constexpr int N_PAIRS = N_WAITING + N_LAST, K = (N_PAIRS + 31) / 32 * 32;  // all pairs of a row, padded
 
 // Places in shared memory, in bytes.
 constexpr int TILE = COLUMNS * 128;            // 64 columns of M and 64 pairs, as the tensor cores read them
@@ -23,10 +25,10 @@ constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], after th
 constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * COLUMNS * 4;  // of M
 
 struct Arguments {
-    const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, j], [d / 64] stages
-    const float* top;                         // [WAITING + 1, i] units of pairs, ascending powers of two
-    const float *x, *W_A, *grad_a;            // [i, d], [i, d], [i]
-    float *grad_x, *grad_W_A;                 // [i, d]
+    const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, N_LAST], [d / 64] stages
+    const float* top;                         // [WAITING + 1, units] of pairs, ascending powers of two
+    const float *x, *W_A, *grad_a;            // [i, d], [i, d], [i]; none in a BATCH
+    float *grad_x, *grad_W_A;                 // [i, d]; the second not in a BATCH
     int n, d, waiting_i, phi_i, top_t, x_i, W_A_i, grad_x_i, grad_W_A_i;  // sizes, and strides of rows
 };
 
@@ -54,21 +56,22 @@ struct Group {
             const size_t i = inside ? row : 0;
             const unsigned short* waiting = p.waiting + i * p.waiting_i;
             const unsigned short* phi = p.phi + i * p.phi_i - N_WAITING;
-            const float last = inside ? p.top[(size_t)WAITING * p.top_t + i] : 0.f;
+            const float* top = p.top + (BATCH ? i / ROWS : i);  // which a tile of rows shares, or each has
+            const float last = inside ? top[(size_t)WAITING * p.top_t] : 0.f;
             unit[h] = last * (1.f / (1 << 28));  // both operands are times 2^14
 #pragma unroll
             for (int c = 0; c < K / 32; ++c) {
                 const int k = c * 32 + lane % 4 * 8, t = min(k / (2 * N_OUT), WAITING - 1);
-                uint4 v = load_8((k < N_WAITING ? waiting : phi) + k, inside && k < N_WAITING + N_OUT);
-                if (k + 8 > N_WAITING + N_OUT) v.z = v.w = 0;  // half of it is padding
-                float by = k < N_WAITING ? p.top[(size_t)t * p.top_t + i] / last : 1.f;
+                uint4 v = load_8((k < N_WAITING ? waiting : phi) + k, inside && k < N_PAIRS);
+                if (k + 8 > N_PAIRS) v.z = v.w = 0;  // half of it is padding
+                float by = k < N_WAITING ? top[(size_t)t * p.top_t] / last : 1.f;
                 const u32 both = last == 0.f ? 0 : halves(by, by);
                 pairs[c][h][0] = times(v.x, both), pairs[c][h][1] = times(v.y, both);
                 pairs[c][h][2] = times(v.z, both), pairs[c][h][3] = times(v.w, both);
             }
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) a[i] = inside(block, i) ? p.grad_a[row(block, i)] : 0.f;
+        for (int i = 0; i < 8; ++i) a[i] = !BATCH && inside(block, i) ? p.grad_a[row(block, i)] : 0.f;
     }
 
     INLINE size_t row(int block, int i) const { return block + warp * 16 + 2 * i + lane / 16; }
@@ -117,9 +120,13 @@ struct Group {
         const int c = column + lane % 16 * 4;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float4 r = *place(2 * i + lane / 16, lane % 16), v = x[i], w = W[i];
-            const float s = a[i];
-            if (inside(block, i)) {
+            const float4 r = *place(2 * i + lane / 16, lane % 16);
+            if (!inside(block, i)) continue;
+            if (BATCH) {
+                __stcs((float4*)(p.grad_x + row(block, i) * p.grad_x_i + c), r);
+            } else {
+                const float4 v = x[i], w = W[i];
+                const float s = a[i];
                 __stcs((float4*)(p.grad_W_A + row(block, i) * p.grad_W_A_i + c),
                        make_float4(s * v.x, s * v.y, s * v.z, s * v.w));
                 __stcs((float4*)(p.grad_x + row(block, i) * p.grad_x_i + c),
@@ -136,6 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    float* grad_W_A, int n, int d, int waiting_i, int phi_i, int top_t, int x_i, int W_A_i,
                    int grad_x_i, int grad_W_A_i) {
     extern __shared__ __align__(1024) char memory[];
+    // Samples follow each other; one has the block in y.
+    const size_t sample = blockIdx.y, before = sample * n;
+    waiting += before * waiting_i, phi += before * phi_i, grad_x += before * grad_x_i;
+    M += sample * (d / COLUMNS) * (STAGE / 2), top += sample * ((n + ROWS - 1) / ROWS);
     const Arguments p{waiting, phi, M,         top,   x,     W_A, grad_a, grad_x,   grad_W_A,
                       n,       d,   waiting_i, phi_i, top_t, x_i, W_A_i,  grad_x_i, grad_W_A_i};
     Group group(p, memory);
@@ -143,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int block = blockIdx.x * GROUPS * ROWS;
     group.load_pairs(block);
     for (int column = 0, k = 0; column < d; column += COLUMNS, ++k) {
-        group.load_inputs(block, column);
+        if (!BATCH) group.load_inputs(block, column);
         group.multiply(k);
         group.store(block, column);
     }

@@ -1,30 +1,53 @@
-"""The gradients of x_inp and of W_A of one long sample, in one CUDA kernel (Hopper).
+"""The gradients of x_inp and of W_A of one long sample, or of x_inp of a batch, in one CUDA kernel (Hopper).
 
 As the kernel of ``fused_halves``, but a block has whole rows: pairs come from memory once, and M from the
 cache once for all of them.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vecroute.ops import hopper
-from vecroute.ops.common import cdiv
+from vecroute.ops.common import aligned, cdiv
 from vecroute.ops.problem import Problem
 
 GROUPS, ROWS, COLUMNS = 2, 64, 64  # a block has so many groups of 128 threads, each with so many rows
 STAGES = 3  # of M
 
 
+class Sizes(NamedTuple):
+    """What the kernel has as constants: iterations that wait, outputs, and pairs of the last iteration."""
+
+    waiting: int
+    n_out: int
+    n_last: int
+    batch: bool
+
+    @property
+    def n_pairs(self) -> int:
+        return 2 * self.waiting * self.n_out + self.n_last
+
+
+def of_one(waiting: int, n_out: int) -> Sizes:
+    """Of one sample of a fixed length."""
+    return Sizes(waiting, n_out, n_out, batch=False)
+
+
+def of_many(waiting: int, n_out: int) -> Sizes:
+    """Of a batch of a variable length, where the last iteration has phi and the gradients of c and a_inp."""
+    return Sizes(waiting, n_out, n_out + aligned(2 * n_out + 1), batch=True)
+
+
 @cache
-def has_kernel(waiting: int, n_out: int, device: torch.device) -> bool:
-    """Whether the kernel can be compiled for a device, for pairs of so many iterations that wait."""
-    if n_out % 4 or not hopper.has_shared_bytes(shared_bytes(waiting, n_out), device):
+def has_kernel(sizes: Sizes, device: torch.device) -> bool:
+    """Whether the kernel can be compiled for a device."""
+    if sizes.n_out % 4 or not hopper.has_shared_bytes(shared_bytes(sizes), device):
         return False
     try:
-        return bool(kernel(waiting, n_out, device))
+        return bool(kernel(sizes, device))
     except hopper.CANNOT_COMPILE:
         return False
 
@@ -32,51 +55,83 @@ def has_kernel(waiting: int, n_out: int, device: torch.device) -> bool:
 def can_multiply(p: Problem, n_waiting: int) -> bool:
     """Whether ``input_gradient`` can be called where ``fused_halves`` can, with pairs [i, n_waiting]."""
     whole = p.x_inp.shape[-1] % COLUMNS == 0
-    return whole and has_kernel(n_waiting // (2 * p.n_out), p.n_out, p.x_inp.device)
+    return whole and has_kernel(of_one(n_waiting // (2 * p.n_out), p.n_out), p.x_inp.device)
 
 
 def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
     """As ``fused_halves.input_gradient``, with M from ``arranged``."""
-    (n, d), n_out = x.shape, phi.shape[1]
-    launch = kernel(len(top) - 1, n_out, x.device)
-    tensors = waiting, phi, M, top, x, W_A, grad_a, grad_x, grad_W_A
-    strides = [t.stride(0) for t in (waiting, phi, top, x, W_A, grad_x, grad_W_A)]
-    with torch.cuda.device(x.device):
-        launch(
-            grid=(cdiv(n, GROUPS * ROWS), 1, 1),
+    sizes, tensors = of_one(len(top) - 1, phi.shape[1]), (waiting, phi, M, top, x, W_A, grad_a, grad_x, grad_W_A)
+    launch(sizes, 1, *x.shape, tensors, [t.stride(0) for t in (waiting, phi, top, x, W_A, grad_x, grad_W_A)])
+
+
+def input_gradient_of_batch(pairs: Tensor, M: Tensor, shared: Tensor, tops: Tensor, grad_x: Tensor) -> None:
+    """Fill grad_x [b, i, d] with tops 2^-28 pairs M, of a variable length.
+
+    Args:
+        pairs: [b, i, k] of all iterations side by side, the first last, in float16.
+        M, shared: [b, n, d] and [k - n, d] their matrix, in float16.
+        tops: [t, b, tiles] powers of two, ascending, the first iteration last.
+    """
+    (b, i, d), n_own, waiting = grad_x.shape, M.shape[1], len(tops) - 1
+    sizes = of_many(waiting, n_own // (2 * waiting + 1))
+    if not pairs.is_cuda:
+        return _without_kernel(sizes, pairs, M, shared, tops, grad_x)
+    from vecroute.ops.arrange import by_columns_of_batch  # Triton, which this file else does without
+
+    last = pairs[..., 2 * waiting * sizes.n_out :]  # [b, i, n_last]
+    none = grad_x  # not read
+    tensors = pairs, last, by_columns_of_batch(M, shared), tops, none, none, none, grad_x, none
+    row = pairs.stride(1)
+    launch(sizes, b, i, d, tensors, [row, row, tops.stride(0), d, d, d, d])
+
+
+def _without_kernel(sizes: Sizes, pairs, M, shared, tops, grad_x) -> None:
+    """The same by PyTorch, where kernels are interpreted."""
+    n = [2 * sizes.n_out] * sizes.waiting + [sizes.n_last]
+    units = torch.repeat_interleave(tops.movedim(0, -1), ROWS, 1)[:, : pairs.shape[1]]  # [b, i, t]
+    units = torch.repeat_interleave(units, torch.tensor(n), -1)  # [b, i, k]
+    all_M = torch.cat((M, shared.expand(len(M), -1, -1)), 1).float()  # [b, k, d]
+    torch.bmm(pairs * units / 2**28, all_M, out=grad_x)
+
+
+def launch(sizes: Sizes, b: int, i: int, d: int, tensors: tuple, strides: list[int]) -> None:
+    """Of b samples that follow each other, [i, d] each."""
+    with torch.cuda.device(tensors[0].device):
+        kernel(sizes, tensors[0].device)(
+            grid=(cdiv(i, GROUPS * ROWS), b, 1),
             block=(128 * GROUPS, 1, 1),
-            args=[*tensors, n, d, *strides],
-            shared_mem=shared_bytes(len(top) - 1, n_out),
+            args=[*tensors, i, d, *strides],
+            shared_mem=shared_bytes(sizes),
         )
 
 
 def arranged(M: Tensor, weights: Tensor) -> Tensor:
     """M [k, d] over weights [k, 1], one for each row, as the kernel reads it."""
-    from vecroute.ops.arrange import by_columns  # Triton, which this file else does without
+    from vecroute.ops.arrange import by_columns
 
     return by_columns(M, weights)
 
 
 @cache
-def kernel(waiting: int, n_out: int, device: torch.device) -> Any:
+def kernel(sizes: Sizes, device: torch.device) -> Any:
     """The compiled kernel."""
-    text, shared = source(waiting, n_out), shared_bytes(waiting, n_out)
-    return hopper.compiled(text, "input_gradient", shared, device)
+    return hopper.compiled(source(sizes), "input_gradient", shared_bytes(sizes), device)
 
 
-def source(waiting: int, n_out: int) -> str:
+def source(sizes: Sizes) -> str:
     """The kernel for sizes that it has as constants."""
-    constants = f"constexpr int WAITING = {waiting}, N_OUT = {n_out};\n"
+    constants = f"constexpr int WAITING = {sizes.waiting}, N_OUT = {sizes.n_out}, N_LAST = {sizes.n_last};\n"
+    constants += f"constexpr int BATCH = {int(sizes.batch)};\n"
     return hopper.source(
         "input_gradient.cu", constants, hopper.multiplication("gradient_mma", COLUMNS // 8, in_registers=True)
     )
 
 
-def shared_bytes(waiting: int, n_out: int) -> int:
+def shared_bytes(sizes: Sizes) -> int:
     """The size of shared memory, as ``input_gradient.cu`` divides it."""
-    return STAGES * stage_bytes(waiting, n_out) + GROUPS * ROWS * COLUMNS * 4 + 2 * STAGES * 8
+    return STAGES * stage_bytes(sizes) + GROUPS * ROWS * COLUMNS * 4 + 2 * STAGES * 8
 
 
-def stage_bytes(waiting: int, n_out: int) -> int:
+def stage_bytes(sizes: Sizes) -> int:
     """What ``COLUMNS`` columns of M have."""
-    return cdiv((2 * waiting + 1) * n_out, 64) * COLUMNS * 128
+    return cdiv(sizes.n_pairs, 64) * COLUMNS * 128

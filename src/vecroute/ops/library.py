@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vecroute.ops import loop
 from vecroute.ops.common import Weights, compute_dtype, product_dtype, used_pairs, without_autocast
 from vecroute.ops.group import all_reduce
+from vecroute.ops.half_inputs import new_half_inputs
 from vecroute.ops.passes import new_kept, new_x_hat
 from vecroute.ops.problem import Problem, Tuning
 
@@ -88,7 +89,7 @@ def _(x_inp, weights, use, sqrt_n_inp, cu_seqlens, prior, rounded, tuning, imple
              empty(n_iters - 1, b, j, d, dtype=p.step_dtype), empty(*x_inp.shape[:2]))  # fmt: skip
     kept, phi = new_kept(p, n_iters), empty(*x_inp.shape[:2], n_columns(p, need_phi, outputs))
     copies = [t.new_empty(t.shape, dtype=dtype) for t, dtype in p.kept_copies.values()]
-    return empty(b, j, h), phi, *saved, kept, new_x_hat(p, n_iters), copies
+    return empty(b, j, h), phi, *saved, kept, new_x_hat(p, n_iters), copies + new_half_inputs(p, n_iters)
 
 
 def run_loop_backward(

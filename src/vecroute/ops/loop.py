@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vecroute.ops import passes
 from vecroute.ops.columns import block_of, new_matrix
+from vecroute.ops.half_inputs import new_half_inputs
 from vecroute.ops.problem import Grads, Problem
 from vecroute.ops.waiting import InputGradient, new_grad_x
 
@@ -22,7 +23,7 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     Returns:
         x_out [b, j, h], and what the backward pass needs: y [t, b, j, d] and s [t, b, j] of every iteration,
         x_out [t - 1, b, j, h] and g [t - 1, b, j, d] before every iteration but the first, f(a_inp) [b, i],
-        what ``passes`` keep, x_hat too, and copies of ``p.kept_copies``.
+        what ``passes`` keep, x_hat too, and copies of ``p.kept_copies``; after them those of ``p.half``.
     """
     b, (j, h), d = p.sqrt_n_inp.shape[0], p.w.B_F2.shape, p.x_inp.shape[-1]
 
@@ -34,6 +35,8 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     g = empty(n_iters - 1, b, j, d, dtype=p.step_dtype)  # [t - 1, b, j, d]
     f_a_inp = empty(*p.x_inp.shape[:2])  # [b, i]
     kept, x_hat = passes.new_kept(p, n_iters), passes.new_x_hat(p, n_iters)  # and [t - 1 or 0, b, j, d]
+    halves = new_half_inputs(p, n_iters)  # [b, i, d] and [b, n]
+    p.half = p.half_passes.HalfInputs(p, *halves).fill() if halves else None
     M = None
     for t in range(n_iters):
         last = t == n_iters - 1
@@ -47,14 +50,16 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
             elif M is None:
                 M = new_matrix(p, 1)  # [b, j, d]
             p.steps.scores_matrix(p, p.steps.predicted(p, x_out, g[t]), block_of(p, M, 0))
-    copies = [p.in_dtype(name, *of) for name, of in p.kept_copies.items()]
+    copies = [*(p.in_dtype(name, *of) for name, of in p.kept_copies.items()), *halves]
     return x_out, y, s, before, g, f_a_inp, kept, x_hat, copies
 
 
 def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, x_hat, copies, need_grad_x: bool):
     """Gradients of x_inp (None if not needed) and of the parameters, from grad_x_out [b, j, h]."""
     n_iters = y.shape[0]
-    p.copies.update(zip(p.kept_copies, copies, strict=True))
+    n_kept = len(p.kept_copies)
+    p.copies.update(zip(p.kept_copies, copies[:n_kept], strict=True))
+    p.half = p.half_passes.HalfInputs(p, *copies[n_kept:]) if copies[n_kept:] else None
     grads = passes.new_grads(p, n_iters)
     grad_x = new_grad_x(p, need_grad_x)  # [b, i, d]
     for part in p.parts():
@@ -68,7 +73,10 @@ def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads
     """The same of some samples: fill grad_x [b, i, d] and add to grads."""
     (y, s, before, g, x_hat), (f_a_inp, kept, grad_x) = steps, inputs
     n_iters = y.shape[0]
-    into = InputGradient(p, n_iters, grad_x, None if p.variable else grads["W_A"])
+    if p.half is not None:
+        into = p.half_passes.HalfGradient(p, n_iters, grad_x)
+    else:
+        into = InputGradient(p, n_iters, grad_x, None if p.variable else grads["W_A"])
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         M = into.new_matrix(p, first=t == 0)  # [b, j or 2 j, d]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class Problem:
     # Units of rows of x_inp [i] and of sums over them [], from the first iteration in ``clusters``.
     units: tuple[Tensor, Tensor] | None = None
     copies: dict[str, Tensor] = field(default_factory=dict)  # from ``in_dtype``
+    half: Any = None  # ``half_passes.HalfInputs`` where a call has them
 
     @cached_property
     def pairs(self) -> ModuleType:
@@ -57,6 +58,11 @@ class Problem:
     def steps(self) -> ModuleType:
         """The small steps between two passes: ``chunked_steps`` or ``fused_steps``."""
         return import_module(f"vecroute.ops.{self.implementation}_steps")
+
+    @cached_property
+    def half_passes(self) -> ModuleType:
+        """The passes of calls that have ``half``."""
+        return import_module("vecroute.ops.half_passes")
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,43 @@
+"""Whether a call has x_inp in float16 for all its passes, and memory for that."""
+
+import torch
+from torch import Tensor
+
+from vecroute.ops import input_gradient
+from vecroute.ops.common import aligned, cdiv
+from vecroute.ops.problem import Problem
+
+ROWS = input_gradient.ROWS  # of a tile, whose pairs share a unit
+FEATURES = 128  # that a program of a sum over inputs has
+LEAST_BYTES = 2**26  # of x_inp; below, all of it may stay in the cache
+MOST_OUTPUTS, MOST_FEATURES = 128, 8192  # that a kernel has in its registers
+LEAST_PROGRAMS = 96  # of a sum over inputs, one for some features of a sample; with less a GPU is not busy
+
+
+def new_half_inputs(p: Problem, n_iters: int) -> list[Tensor]:
+    """Memory for x_inp in float16, [b, i, d], and what its rows are over, [b, i]; none where it does not pay.
+
+    That is for large batches of a variable length where tf32 is asked for, on GPUs that have the kernel of
+    ``input_gradient``. float16 has the digits of tf32, at half the bytes and twice the rate.
+    """
+    if not (has_sizes(p) and n_iters > 1 and has_kernels(p, n_iters)):
+        return []
+    return [torch.empty_like(p.x_inp, dtype=torch.float16), p.x_inp.new_empty(p.x_inp.shape[:2])]
+
+
+def has_sizes(p: Problem) -> bool:
+    """Whether all inputs are used, of samples as long as each other, neither too few nor too many."""
+    (b, i, d), j = p.x_inp.shape, p.n_out
+    plain = p.implementation == "fused" and p.variable and p.use is None and p.cu_seqlens is None
+    plain = plain and not p.group and p.x_inp.is_contiguous()
+    fits = d % 64 == 0 and j % 8 == 0 and j <= MOST_OUTPUTS and d <= MOST_FEATURES and LEAST_PROGRAMS <= b * cdiv(d, FEATURES)
+    size, kept = b * i * d * 2, b * i * aligned(2 * j + 1) * 4  # bytes
+    fits = fits and b < 2**16 and LEAST_BYTES <= 2 * size <= 8 * p.tuning.keep_bytes
+    return plain and fits and kept <= p.tuning.keep_bytes
+
+
+def has_kernels(p: Problem, n_iters: int) -> bool:
+    """Whether products are tf32, by name or under autocast, and the device has the kernels."""
+    tf32 = p.x_inp.is_cuda and p.x_inp.dtype == p.operand_dtype == torch.float32
+    tf32 = tf32 and (p.rounded != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return tf32 and input_gradient.has_kernel(input_gradient.of_many(n_iters - 1, p.n_out), p.x_inp.device)
