@@ -38,17 +38,18 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
     return with_noise(vr.VectorRouting(**sizes, implementation="fused"))
 
 
-@pytest.mark.parametrize("of", [input_gradient.of_one, input_gradient.of_many])
+@pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
-def test_shared_memory_is_as_large_as_the_kernel_divides(of, waiting, n_out, device):
-    sizes = of(waiting, n_out)
-    given = {"WAITING": waiting, "N_OUT": n_out, "N_LAST": sizes.n_last}
+def test_shared_memory_is_as_large_as_the_kernel_divides(batch, waiting, n_out, device):
+    of_one, of_many = input_gradient.of_one, input_gradient.of_many
+    sizes = of_many(waiting, n_out, 512) if batch else of_one(waiting, n_out)
+    given = {"WAITING": waiting, "N_OUT": n_out, "N_LAST": sizes.n_last, "STAGES": sizes.stages}
     constants = named_constants("input_gradient.cu", given)
-    assert input_gradient.shared_bytes(sizes) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
+    assert input_gradient.shared_bytes(sizes) == constants["BARRIERS"] + 2 * sizes.stages * 8
     assert input_gradient.stage_bytes(sizes) == constants["STAGE"]
     M = torch.zeros(constants["N_PAIRS"], 64)
     assert arrange.by_columns(M, torch.ones(len(M), 1)).numel() * 2 == constants["STAGE"]
-    for name in ("GROUPS", "ROWS", "COLUMNS", "STAGES"):
+    for name in ("GROUPS", "ROWS", "COLUMNS"):
         assert constants[name] == getattr(input_gradient, name)
 
 

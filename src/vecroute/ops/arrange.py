@@ -30,27 +30,26 @@ def features_kernel(M, out, n, q, d, n_out, padded, BLOCK: tl.constexpr):  # [q,
 def columns_kernel(
     M, shared, weights,  # [b, n, d], [k - n, d], [k]
     out,  # [b, d / 64, tiles, 64, 8, 8]
-    size, n, k, d, tiles,  # size: how many numbers a sample has there
-    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    n, k, d,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """out = M of a sample and after it the rows that all share, 64 columns d at a time, as threads multiply them.
 
     Of 32 rows k a thread has 8, of which it multiplies 4 at a time, two of them in each half of 16. Of 16
     columns it has 4 next to each other. Where WEIGHTED, rows are times 2^14 and over their weights.
     """
-    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    b = tl.program_id(1).to(tl.int64)
-    place = o // 64 % 64
-    column = o // (4096 * tiles) * 64
-    column += place // 16 * 16 + place // 2 % 4 * 4 + place // 8 % 2 * 2 + place % 2
-    step = o // 4096 % tiles * 64 + (o // 8 % 8 ^ place % 8) * 8 + o % 8
-    row = step // 32 * 32 + step // 2 % 4 * 8 + step // 16 % 2 * 4 + step // 8 % 2 * 2 + step % 2
-    m = (o < size) & (row < k)
-    b_M = tl.load(M + (b * n + row) * d + column, mask=m & (row < n), other=0.0)
-    b_M += tl.load(shared + (row - n) * d + column, mask=m & (row >= n), other=0.0)
+    tile, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o = tl.arange(0, 64)
+    row, column = tile * 64 + o[:, None], part * 64 + o[None, :]
+    b_M = tl.load(M + (b * n + row) * d + column, mask=row < n, other=0.0)
+    b_M += tl.load(shared + (row - n) * d + column, mask=(row >= n) & (row < k), other=0.0)
     if WEIGHTED:
-        b_M = b_M / tl.load(weights + row, mask=m, other=1.0) * 16384.0
-    tl.store(out + b * size + o, b_M.to(tl.float16), mask=o < size)
+        b_M = b_M / tl.load(weights + row, mask=row < k, other=1.0) * 16384.0
+    # Rows as 2 x 4 x 4 x 2 and columns as 4 x 4 x 2 x 2 change places among themselves, and with each other.
+    b_M = b_M.to(tl.float16).reshape(2, 4, 4, 2, 4, 4, 2, 2).permute(4, 6, 5, 7, 0, 2, 1, 3).reshape(64, 64)
+    place, step = o[:, None], o[None, :]
+    out += ((b * tl.num_programs(1) + part) * tl.num_programs(0) + tile) * 4096
+    tl.store(out + place * 64 + (step // 8 ^ place % 8) * 8 + step % 8, b_M)
 
 
 def by_features(M: Tensor, n_out: int) -> Tensor:
@@ -74,8 +73,8 @@ def by_columns_of_batch(M: Tensor, shared: Tensor) -> Tensor:
 def arranged_columns(M: Tensor, shared: Tensor, weights: Tensor | None, k: int) -> Tensor:
     (b, n, d), tiles = M.shape, cdiv(k, 64)
     out = M.new_empty(b, d // 64, tiles, 64, 8, 8, dtype=torch.float16)
-    size, weighted = out.stride(0), weights is not None
-    columns_kernel[cdiv(size, BLOCK), b](
-        M, shared, weights if weighted else M, out, size, n, k, d, tiles, WEIGHTED=weighted, BLOCK=BLOCK
+    weighted = weights is not None
+    columns_kernel[tiles, d // 64, b](
+        M, shared, weights if weighted else M, out, n, k, d, WEIGHTED=weighted
     )
     return out

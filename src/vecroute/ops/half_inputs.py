@@ -40,4 +40,5 @@ def has_kernels(p: Problem, n_iters: int) -> bool:
     """Whether products are tf32, by name or under autocast, and the device has the kernels."""
     tf32 = p.x_inp.is_cuda and p.x_inp.dtype == p.operand_dtype == torch.float32
     tf32 = tf32 and (p.rounded != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32")
-    return tf32 and input_gradient.has_kernel(input_gradient.of_many(n_iters - 1, p.n_out), p.x_inp.device)
+    sizes = input_gradient.of_many(n_iters - 1, p.n_out, p.x_inp.shape[-1])
+    return tf32 and input_gradient.has_kernel(sizes, p.x_inp.device)

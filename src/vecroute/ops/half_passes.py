@@ -23,6 +23,8 @@ from vecroute.ops.fused_matrix import shared_rows, shared_rows_backward
 from vecroute.ops.half_inputs import FEATURES, ROWS
 from vecroute.ops.problem import Grads, Problem, over_samples
 
+WARPS = 16  # of a tile of pairs
+
 
 class HalfInputs:
     """x_inp in float16: x [b, i, d], its tops [b, i], and the rows of M that all samples share."""
@@ -102,7 +104,7 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
     half_coefficients_kernel[n, b](
         dot, kept, half.tops, M_tops, W_tops, bias, p.w.B_S, p.w.B_A, p.sqrt_n_inp, f_a_inp, phi, tops, parts,
         parts if shown is None else shown, i, j // 8, kept.shape[-1] // 8, PRIOR=p.prior if first else 0.0,
-        FIRST=first, SHOWN=shown is not None, BLOCK_I=ROWS, BLOCK_J=next_power_of_2(j), num_warps=8,
+        FIRST=first, SHOWN=shown is not None, BLOCK_I=ROWS, BLOCK_J=next_power_of_2(j), num_warps=WARPS,
     )  # fmt: skip
     if shown is not None:
         phi_out.copy_(shown if outputs is None else shown[..., outputs])  # [b, i, j]
@@ -126,7 +128,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
         pairs, kept, half.tops, M_tops, W_tops, bias, p.w.B_S, p.sqrt_n_inp, f_a_inp, grad_s, grad_f, results,
         grad_c, into.tops[max(0, into.n_done - 1)], into.tops[into.n_done], to_sum, sum_tops, parts, i, j // 8,
         kept.shape[-1] // 8, into.pairs.shape[-1] // 8, parts.shape[-1], M_tops.stride(0), PRIOR=p.prior if first else 0.0,
-        FIRST=first, FRESH=into.n_done == 0, BLOCK_I=ROWS, BLOCK_J=next_power_of_2(j), num_warps=8,
+        FIRST=first, FRESH=into.n_done == 0, BLOCK_I=ROWS, BLOCK_J=next_power_of_2(j), num_warps=WARPS,
     )  # fmt: skip
     into.n_done += 1
     sums = grad_s.new_empty(b, parts.shape[-1])  # [b, q]

@@ -172,8 +172,9 @@ INLINE u64 matrix(u32 at, int next = 16) {
 }
 INLINE void mma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> INLINE void mma_wait(float (&r)[N]) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+// For what is in r, while others are under way.
+template <int OTHERS = 0, int N> INLINE void mma_wait(float (&r)[N]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OTHERS) : "memory");
 #pragma unroll
     for (int k = 0; k < N; ++k) asm volatile("" : "+f"(r[k])::"memory");
 }

@@ -12,7 +12,8 @@
 // Pairs may wait in the rows of grad_W_A: a row is read and written by one warp alone.
 //
 // Before this file come hopper.cu; BATCH; WAITING, the iterations that wait; N_OUT; N_LAST, how many pairs the
-// last has; and gradient_mma, which multiplies on the tensor cores.
+// last has; STAGES, how many parts of M are there at a time; STEPS, of how many in turn the next is multiplied
+// while one is stored; and gradient_mma, which multiplies on the tensor cores.
 
 constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64, COLUMNS = 64;
 constexpr int N_WAITING = 2 * N_OUT * WAITING;
@@ -20,7 +21,7 @@ constexpr int N_PAIRS = N_WAITING + N_LAST, K = (N_PAIRS + 31) / 32 * 32;  // al
 
 // Places in shared memory, in bytes.
 constexpr int TILE = COLUMNS * 128;            // 64 columns of M and 64 pairs, as the tensor cores read them
-constexpr int STAGE = (K + 63) / 64 * TILE, STAGES = 3;
+constexpr int STAGE = (K + 63) / 64 * TILE;
 constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], after the order of the tensor cores
 constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * COLUMNS * 4;  // of M
 
@@ -38,7 +39,7 @@ struct Group {
     const Parts<STAGES, STAGE, THREADS / 32> M;
     const int lane, warp;     // a warp has 16 rows of a block
     u32 pairs[K / 32][2][4];  // of rows lane / 4 and that + 8, 8 numbers out of 32
-    float unit[2], total[32];  // of the same rows 16 columns each
+    float unit[2], total[STEPS > 1 ? 2 : 1][32];  // of the same rows 16 columns each
     float a[8];               // of rows lane / 16, that + 2, ...
     float4 x[8], W[8];        // of the same rows
 
@@ -88,7 +89,7 @@ struct Group {
     }
 
     // Of 32 pairs, a step multiplies the first or second 4 of every 8: M has them in this order too.
-    INLINE void multiply(int k) {
+    INLINE void begin(int k, float (&total)[32]) {
         const u64 b = matrix(M.part(k));
         M.wait_for(k);
         mma_begin();
@@ -100,8 +101,23 @@ struct Group {
                          b + (i / 4 * TILE + i % 4 * 32) / 16, i > 0);
         }
         mma_commit();
-        mma_wait(total);
-        M.used(k);
+    }
+
+    // From part k of M on. Between two calls the tensor cores do nothing: ptxas can follow no other loop.
+    INLINE void steps(int block, int k) {
+        if (!BATCH) load_inputs(block, k * COLUMNS);
+        begin(k, total[0]);
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            if (i + 1 < STEPS) {
+                begin(k + i + 1, total[(i + 1) % 2]);
+                mma_wait<1>(total[i % 2]);
+            } else {
+                mma_wait<0>(total[i % 2]);
+            }
+            M.used(k + i);
+            store(block, (k + i) * COLUMNS, total[i % 2]);
+        }
     }
 
     // Where 4 products of a row of this warp are: all lanes that write or read at once have other banks.
@@ -109,7 +125,7 @@ struct Group {
         const int at = four ^ row % 2 * 4 ^ row / 2 % 4;
         return (float4*)(shared + PRODUCTS) + (warp * 16 + row) * COLUMNS / 4 + at;
     }
-    INLINE void store(int block, int column) {
+    INLINE void store(int block, int column, const float (&total)[32]) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const float u = unit[i % 2], *r = total + i / 2 * 8 + i % 2 * 2;
@@ -153,10 +169,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     group.M.start();
     const int block = blockIdx.x * GROUPS * ROWS;
     group.load_pairs(block);
-    for (int column = 0, k = 0; column < d; column += COLUMNS, ++k) {
-        if (!BATCH) group.load_inputs(block, column);
-        group.multiply(k);
-        group.store(block, column);
-    }
+    for (int k = 0; k < d / COLUMNS; k += STEPS) group.steps(block, k);
     group.M.finish(d / COLUMNS);
 }

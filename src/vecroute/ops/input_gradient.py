@@ -5,6 +5,7 @@ cache once for all of them.
 """
 
 from functools import cache
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +16,27 @@ from vecroute.ops.common import aligned, cdiv
 from vecroute.ops.problem import Problem
 
 GROUPS, ROWS, COLUMNS = 2, 64, 64  # a block has so many groups of 128 threads, each with so many rows
-STAGES = 3  # of M
+MOST_SHARED = 227 * 2**10  # bytes that a block can have
 
 
 class Sizes(NamedTuple):
-    """What the kernel has as constants: iterations that wait, outputs, and pairs of the last iteration."""
+    """What the kernel has as constants."""
 
-    waiting: int
+    waiting: int  # iterations that wait
     n_out: int
-    n_last: int
+    n_last: int  # pairs of the last iteration
     batch: bool
+    steps: int = 1  # parts of M in a row, of which one is multiplied ahead
 
     @property
     def n_pairs(self) -> int:
         return 2 * self.waiting * self.n_out + self.n_last
+
+    @property
+    def stages(self) -> int:
+        """Parts of M that are there at a time; a batch, where one is multiplied ahead, wants one more."""
+        fits = 4 * stage_bytes(self) + GROUPS * ROWS * COLUMNS * 4 + 64 <= MOST_SHARED
+        return 4 if self.batch and fits else 3
 
 
 def of_one(waiting: int, n_out: int) -> Sizes:
@@ -36,9 +44,9 @@ def of_one(waiting: int, n_out: int) -> Sizes:
     return Sizes(waiting, n_out, n_out, batch=False)
 
 
-def of_many(waiting: int, n_out: int) -> Sizes:
+def of_many(waiting: int, n_out: int, d_inp: int) -> Sizes:
     """Of a batch of a variable length, where the last iteration has phi and the gradients of c and a_inp."""
-    return Sizes(waiting, n_out, n_out + aligned(2 * n_out + 1), batch=True)
+    return Sizes(waiting, n_out, n_out + aligned(2 * n_out + 1), True, steps=gcd(d_inp // COLUMNS, 8))
 
 
 @cache
@@ -73,7 +81,7 @@ def input_gradient_of_batch(pairs: Tensor, M: Tensor, shared: Tensor, tops: Tens
         tops: [t, b, tiles] powers of two, ascending, the first iteration last.
     """
     (b, i, d), n_own, waiting = grad_x.shape, M.shape[1], len(tops) - 1
-    sizes = of_many(waiting, n_own // (2 * waiting + 1))
+    sizes = of_many(waiting, n_own // (2 * waiting + 1), d)
     if not pairs.is_cuda:
         return _without_kernel(sizes, pairs, M, shared, tops, grad_x)
     from vecroute.ops.arrange import by_columns_of_batch  # Triton, which this file else does without
@@ -121,7 +129,7 @@ def kernel(sizes: Sizes, device: torch.device) -> Any:
 def source(sizes: Sizes) -> str:
     """The kernel for sizes that it has as constants."""
     constants = f"constexpr int WAITING = {sizes.waiting}, N_OUT = {sizes.n_out}, N_LAST = {sizes.n_last};\n"
-    constants += f"constexpr int BATCH = {int(sizes.batch)};\n"
+    constants += f"constexpr int BATCH = {int(sizes.batch)}, STAGES = {sizes.stages}, STEPS = {sizes.steps};\n"
     return hopper.source(
         "input_gradient.cu", constants, hopper.multiplication("gradient_mma", COLUMNS // 8, in_registers=True)
     )
@@ -129,7 +137,7 @@ def source(sizes: Sizes) -> str:
 
 def shared_bytes(sizes: Sizes) -> int:
     """The size of shared memory, as ``input_gradient.cu`` divides it."""
-    return STAGES * stage_bytes(sizes) + GROUPS * ROWS * COLUMNS * 4 + 2 * STAGES * 8
+    return sizes.stages * (stage_bytes(sizes) + 2 * 8) + GROUPS * ROWS * COLUMNS * 4
 
 
 def stage_bytes(sizes: Sizes) -> int:
