@@ -8,12 +8,12 @@ from tolerance import assert_layer_as_good, outcome, twin
 import vecroute as vr
 from vecroute.ops import half_inputs, input_gradient
 
-CASES = [  # b, n_inp, n_out, d_inp, n_iters
-    (2, 70, 8, 64, 2),
-    (1, 64, 16, 128, 3),
-    (3, 130, 40, 192, 2),
-    (2, 5, 64, 64, 2),
-    (1, 200, 104, 64, 2),
+CASES = [  # b, n_inp, n_out, d_inp
+    (2, 70, 8, 64),
+    (1, 64, 16, 128),
+    (3, 130, 40, 192),
+    (2, 5, 64, 64),
+    (1, 200, 88, 64),
 ]
 
 
@@ -68,6 +68,6 @@ def assert_as_tf32(layer: vr.VectorRouting, x_inp: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_have_the_digits_of_tf32(case, calls, nan_filled_memory):
-    b, i, j, d, n_iters = case
-    assert_as_tf32(make(j, d, n_iters), torch.randn(b, i, d))
+    b, i, j, d = case
+    assert_as_tf32(make(j, d), torch.randn(b, i, d))
     assert calls

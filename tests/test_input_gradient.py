@@ -42,7 +42,8 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
 def test_shared_memory_is_as_large_as_the_kernel_divides(batch, waiting, n_out, device):
     of_one, of_many = input_gradient.of_one, input_gradient.of_many
-    sizes = of_many(waiting, n_out, 512) if batch else of_one(waiting, n_out)
+    sizes = of_many(n_out, 512) if batch else of_one(waiting, n_out)
+    waiting = sizes.waiting
     given = {"WAITING": waiting, "N_OUT": n_out, "N_LAST": sizes.n_last, "STAGES": sizes.stages}
     constants = named_constants("input_gradient.cu", given)
     assert input_gradient.shared_bytes(sizes) == constants["BARRIERS"] + 2 * sizes.stages * 8

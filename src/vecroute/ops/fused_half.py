@@ -8,7 +8,7 @@ one block.
 import triton
 import triton.language as tl
 
-from vecroute.ops.fused_pairs import f_of, softmax
+from vecroute.ops.fused_pairs import f_of
 
 
 @triton.jit
@@ -37,17 +37,24 @@ def halves_kernel(
 
 
 @triton.jit
-def product_of(pairs, tops, unit, o_j, m):
-    """A block of products of float16 as they are without units: those of columns, and one of the rows."""
-    return tl.load(pairs + o_j, mask=m, other=0.0) * (tl.load(tops + o_j, mask=m, other=0.0) * unit)
+def rows_of_tile(n_inp, BLOCK_I: tl.constexpr):
+    """Of a program for a tile of a sample: which tile, which sample, its rows in x_inp, and those that there are."""
+    b = tl.program_id(1).to(tl.int64)
+    o_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
+    return b * tl.num_programs(0) + tl.program_id(0), b, b * n_inp + o_i, o_i < n_inp
 
 
 @triton.jit
-def betas_of(c, tops, bias, unit, n_out, o_j, m):
-    """c_sum and c_ign of a block."""
-    c_sum = product_of(c, tops, unit, o_j, m) + tl.load(bias + o_j, mask=m, other=0.0)
-    c_ign = product_of(c + n_out, tops + n_out, unit, o_j, m) + tl.load(bias + n_out + o_j, mask=m, other=0.0)
-    return c_sum, c_ign
+def product_of(pairs, tops, x_top, o_j, m_i, m_j):
+    """A block of products of float16, without their units: the tops of rows of M and of x_inp."""
+    unit = tl.load(tops + o_j, mask=m_j, other=0.0) * (x_top * (1.0 / 2**28))
+    return tl.load(pairs + o_j, mask=m_i & m_j, other=0.0) * unit
+
+
+@triton.jit
+def beta_of(c, tops, bias, x_top, o_j, m_i, m_j):
+    """A block of c_sum or of the flat c."""
+    return product_of(c, tops, x_top, o_j, m_i, m_j) + tl.load(bias + o_j, mask=m_j, other=0.0)
 
 
 @triton.jit
@@ -56,153 +63,185 @@ def competition(z, m_j):
     low, q, rest = f_of(z)
     low = tl.where(m_j, low, -float("inf"))
     top = tl.max(low, 1)[:, None]
-    total = tl.sum(tl.exp(low - top) * q, 1)[:, None]
-    return softmax(low, q, top, total), rest
+    value = tl.exp(low - top) * q
+    total = tl.sum(value, 1)[:, None]
+    return tl.where(value == total, 1.0, value * (1.0 / total)), rest
 
 
 @triton.jit
-def store_to_sum(values, out, top, m):
-    """A block, 0 outside, in float16, and its top."""
-    b_top = top_of(values)
-    tl.store(top, b_top)
-    tl.store(out, (values * (16384.0 / b_top)).to(tl.float16), mask=m)
+def store_halves(values, out, top, m):
+    """A block, 0 outside, over its top, in float16."""
+    tl.store(out, (values * (16384.0 / top)).to(tl.float16), mask=m)
 
 
 @triton.jit
-def half_coefficients_kernel(
-    dot,  # [b, i, j] x_inp times x_hat; where FIRST not read
-    c,  # [b, i, q] x_inp times the rows that all samples share: c_sum and c_ign, then a_inp
-    x_tops, M_tops, c_tops,  # [b, i], [b, j], [q]
-    bias, B_S, B_A,  # [q], [j], [1]
-    sqrt_n_inp,  # [b]
-    f,  # [b, i], filled where FIRST
-    phi,  # [b, i, j] float16, times the tops of x_inp
-    phi_tops,  # [b, n]
+def first_phi_kernel(
+    c, x_tops, c_tops, bias,  # [b, i, q] x_inp times the rows that all samples share, [b, i], [q], [q]
+    B_A, sqrt_n_inp,  # [1], [b]
+    f,  # [b, i], filled
+    phi, phi_tops,  # [b, i, j] float16, times the tops of x_inp, and [b, n]
     sums,  # [b, n, j] of phi over the rows of a tile
-    phi_out,  # [b, i, j] phi itself, where SHOWN
-    n_inp,  # rows of a sample
+    n_inp,
     n_out, n_c,  # j and q, in units of 8: then 16 bytes are loaded at once
-    PRIOR: tl.constexpr,  # an argument would be rounded
-    FIRST: tl.constexpr,
-    SHOWN: tl.constexpr,
     BLOCK_I: tl.constexpr,  # the rows of a tile
     BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """phi = f (c_sum R - c_ign)."""
+    """f(a_inp), and phi = f c of the first iteration, with the flat c."""
     n_out, n_c = n_out * 8, n_c * 8
-    b, tile = tl.program_id(1).to(tl.int64), tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    o_i, o_j = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None], tl.arange(0, BLOCK_J)[None, :]
-    row, m_i = b * n_inp + o_i, o_i < n_inp
-    m = m_i & (o_j < n_out)
+    tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
+    o_j = tl.arange(0, BLOCK_J)[None, :]
+    m_j = o_j < n_out
+    m = m_i & m_j
     x_top = tl.load(x_tops + row, mask=m_i, other=0.0)
-    unit = x_top * (1.0 / 2**28)
-    p_c = c + row * n_c
-    if FIRST:
-        b_a = tl.load(p_c + 2 * n_out, mask=m_i, other=0.0) * (tl.load(c_tops + 2 * n_out) * unit)
-        b_a = b_a / tl.load(sqrt_n_inp + b) + tl.load(B_A).to(tl.float32)
-        b_f = 1.0 / (1.0 + tl.exp(-b_a))
-        tl.store(f + row, b_f, mask=m_i)
-        R = PRIOR
-    else:
-        b_f = tl.load(f + row, mask=m_i, other=0.0)
-        z = product_of(dot + row * n_out, M_tops + b * n_out, unit, o_j, m)
-        R, _ = competition(z + tl.load(B_S + o_j, mask=o_j < n_out, other=0.0).to(tl.float32), o_j < n_out)
-    c_sum, c_ign = betas_of(p_c, c_tops, bias, unit, n_out, o_j, m)
-    b_phi = tl.where(m, b_f * (c_sum * R - c_ign), 0.0)
-    if SHOWN:
-        tl.store(phi_out + row * n_out + o_j, b_phi, mask=m)
-    store_to_sum(b_phi * x_top, phi + row * n_out + o_j, phi_tops + tile, m)
-    tl.store(sums + tile * n_out + o_j, tl.sum(b_phi, 0)[None, :], mask=o_j < n_out)
+    c += row * n_c
+    a = tl.load(c + 2 * n_out, mask=m_i, other=0.0) * (x_top * tl.load(c_tops + 2 * n_out) * (1.0 / 2**28))
+    b_f = 1.0 / (1.0 + tl.exp(-(a / tl.load(sqrt_n_inp + b) + tl.load(B_A).to(tl.float32))))
+    tl.store(f + row, b_f, mask=m_i)
+    b_phi = tl.where(m, b_f * beta_of(c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j), 0.0)
+    tl.store(sums + tile * n_out + o_j, tl.sum(b_phi, 0)[None, :], mask=m_j)
+    b_phi *= x_top
+    top = top_of(b_phi)
+    tl.store(phi_tops + tile, top)
+    store_halves(b_phi, phi + row * n_out + o_j, top, m)
 
 
 @triton.jit
-def half_coefficients_backward_kernel(
-    pairs,  # [b, i, 2 j] x_inp times grad_y and x_hat; where FIRST [b, i, j]
-    c,  # [b, i, q], as above
-    x_tops, M_tops, c_tops, bias, B_S, sqrt_n_inp, f,  # as above, but M_tops of grad_y and x_hat
-    grad_s,  # [b, j]
-    grad_f,  # [b, i], added to; where FIRST turned into the gradient of W_A x_inp
-    results,  # [b, i, k] float16, times tops of M: phi and the gradient of dot; where FIRST phi alone
-    grad_c,  # [b, i, k] the same of c, added to; where FIRST also of a_inp, and zeros
-    before, tops,  # [b, n] of these in the iteration after this one, and in this: not less
-    to_sum,  # [b, i, j] float16, times the tops of x_inp: the gradient of dot; where FIRST [b, i, 2 j] of c
-    sum_tops,  # [b, n] of these
-    sums,  # [b, n, j] of the gradient of dot over the rows of a tile; where FIRST [b, n, q] of those of c and a_inp
-    n_inp, n_out, n_c, n_results,  # as above, the last three in units of 8: j, q, k
-    n_sums,  # columns of sums
-    M_tops_b,
-    PRIOR: tl.constexpr,
-    FIRST: tl.constexpr,
-    FRESH: tl.constexpr,  # whether grad_c is stored instead of added to, and there is nothing before
+def last_phi_kernel(
+    dot, M_tops,  # [b, i, j] x_inp times x_hat, [b, j]
+    c, x_tops, c_tops, bias, B_S, f,  # as above, and [j]
+    phi, phi_tops, sums,  # as above
+    phi_out,  # [b, i, j] phi itself, where SHOWN
+    n_inp, n_out, n_c,  # as above
+    PRIOR: tl.constexpr,  # an argument would be rounded
+    SHOWN: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``half_coefficients_kernel``."""
-    n_out, n_c, n_results = n_out * 8, n_c * 8, n_results * 8
-    b, tile = tl.program_id(1).to(tl.int64), tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    o_i, o_j = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None], tl.arange(0, BLOCK_J)[None, :]
-    row, m_i, m_j = b * n_inp + o_i, o_i < n_inp, o_j < n_out
+    """phi = f (c_sum (R - prior) + c) of the second iteration."""
+    n_out, n_c = n_out * 8, n_c * 8
+    tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
+    o_j = tl.arange(0, BLOCK_J)[None, :]
+    m_j = o_j < n_out
     m = m_i & m_j
     x_top = tl.load(x_tops + row, mask=m_i, other=0.0)
-    unit = x_top * (1.0 / 2**28)
-    pairs += row * (n_out if FIRST else 2 * n_out)
+    c += row * n_c
+    z = product_of(dot + row * n_out, M_tops + b * n_out, x_top, o_j, m_i, m_j)
+    R, _ = competition(z + tl.load(B_S + o_j, mask=m_j, other=0.0).to(tl.float32), m_j)
+    u = beta_of(c, c_tops, bias, x_top, o_j, m_i, m_j) * (R - PRIOR)
+    u += beta_of(c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j)
+    b_phi = tl.where(m, tl.load(f + row, mask=m_i, other=0.0) * u, 0.0)
+    if SHOWN:
+        tl.store(phi_out + row * n_out + o_j, b_phi, mask=m)
+    tl.store(sums + tile * n_out + o_j, tl.sum(b_phi, 0)[None, :], mask=m_j)
+    b_phi *= x_top
+    top = top_of(b_phi)
+    tl.store(phi_tops + tile, top)
+    store_halves(b_phi, phi + row * n_out + o_j, top, m)
+
+
+@triton.jit
+def last_phi_backward_kernel(
+    pairs, M_tops,  # [b, i, 2 j] x_inp times grad_y and x_hat, [b, 2 j]
+    c, x_tops, c_tops, bias, B_S, f,  # as above
+    grad_s,  # [b, j]
+    grad_f,  # [b, i], filled
+    results, tops,  # [b, i, k] float16, times the tops of M, and [b, n]
+    to_sum, sum_tops,  # [b, i, 2 j] float16, times the tops of x_inp, and [b, n]: gradients of dot and of c_sum
+    sums,  # [b, n, 2 j] of these over the rows of a tile
+    n_inp, n_out, n_c, n_results,  # as above, k in units of 8 too
+    M_tops_b,
+    PRIOR: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ``last_phi_kernel``; results: phi, gradients of dot, nothing yet, of c_sum, of the flat c."""
+    n_out, n_c, n_results = n_out * 8, n_c * 8, n_results * 8
+    tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
+    o_j = tl.arange(0, BLOCK_J)[None, :]
+    m_j = o_j < n_out
+    m = m_i & m_j
+    x_top = tl.load(x_tops + row, mask=m_i, other=0.0)
+    pairs += row * 2 * n_out
+    c += row * n_c
+    M_tops += b * M_tops_b
+    z = product_of(pairs + n_out, M_tops + n_out, x_top, o_j, m_i, m_j)
+    R, rest = competition(z + tl.load(B_S + o_j, mask=m_j, other=0.0).to(tl.float32), m_j)
+    c_sum = beta_of(c, c_tops, bias, x_top, o_j, m_i, m_j)
+    u = tl.where(m, c_sum * (R - PRIOR) + beta_of(c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j), 0.0)
+    grad_phi = product_of(pairs, M_tops, x_top, o_j, m_i, m_j) + tl.load(grad_s + b * n_out + o_j, mask=m_j, other=0.0)
+    tl.store(grad_f + row, tl.sum(u * grad_phi, 1)[:, None], mask=m_i)
+    b_f = tl.load(f + row, mask=m_i, other=0.0)
+    g = tl.where(m, grad_phi * b_f, 0.0)  # of the flat c
+    # The products as in the sum, so that nothing is left where one output has all of R.
+    of_R = R * (c_sum * g)
+    grad_dot = (of_R - R * tl.sum(of_R, 1)[:, None]) * rest
+    grad_sum = g * (R - PRIOR)
+    sums += tile * 2 * n_out
+    tl.store(sums + o_j, tl.sum(grad_dot, 0)[None, :], mask=m_j)
+    tl.store(sums + n_out + o_j, tl.sum(grad_sum, 0)[None, :], mask=m_j)
+    top = top_of(tl.maximum(tl.abs(grad_dot), tl.abs(grad_sum)) * x_top)
+    tl.store(sum_tops + tile, top)
+    to_sum += row * 2 * n_out
+    store_halves(grad_dot * x_top, to_sum + o_j, top, m)
+    store_halves(grad_sum * x_top, to_sum + n_out + o_j, top, m)
+    b_phi = u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0)
+    grad_dot *= tl.load(M_tops + n_out + o_j, mask=m_j, other=0.0)
+    grad_sum *= tl.load(c_tops + o_j, mask=m_j, other=0.0)
+    g *= tl.load(c_tops + n_out + o_j, mask=m_j, other=0.0)
+    top = top_of(tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(grad_dot)), tl.maximum(tl.abs(grad_sum), tl.abs(g))))
+    tl.store(tops + tile, top)
     results += row * n_results
-    grad_c += row * n_results
+    store_halves(b_phi, results + o_j, top, m)
+    store_halves(grad_dot, results + n_out + o_j, top, m)
+    store_halves(grad_sum, results + 3 * n_out + o_j, top, m)
+    store_halves(g, results + 4 * n_out + o_j, top, m)
+
+
+@triton.jit
+def first_phi_backward_kernel(
+    pairs, M_tops,  # [b, i, j] x_inp times grad_y, [b, j]
+    c, x_tops, c_tops, bias, sqrt_n_inp, f,  # as above
+    grad_s,  # [b, j]
+    grad_f,  # [b, i], turned into the gradient of W_A x_inp
+    results,  # [b, i, k], as above; filled up with phi, the gradient of the flat c, that of a_inp, and zeros
+    before, tops,  # [b, n] of results so far, and of these: not less
+    to_sum, sum_tops,  # [b, i, j] float16, times the tops of x_inp, and [b, n]: the gradient of the flat c
+    sums,  # [b, n, j + 1] of this and of that of a_inp over the rows of a tile
+    n_inp, n_out, n_c, n_results, M_tops_b,  # as above
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ``first_phi_kernel``, after that of ``last_phi_kernel``."""
+    n_out, n_c, n_results = n_out * 8, n_c * 8, n_results * 8
+    tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
+    o_j, o_a = tl.arange(0, BLOCK_J)[None, :], tl.arange(0, 8)[None, :]
+    m_j = o_j < n_out
+    m = m_i & m_j
+    x_top = tl.load(x_tops + row, mask=m_i, other=0.0)
+    results += row * n_results
     M_tops += b * M_tops_b
     b_f = tl.load(f + row, mask=m_i, other=0.0)
-    grad_phi = product_of(pairs, M_tops, unit, o_j, m)
+    u = tl.where(m, beta_of(c + row * n_c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j), 0.0)
+    grad_phi = product_of(pairs + row * n_out, M_tops, x_top, o_j, m_i, m_j)
     grad_phi += tl.load(grad_s + b * n_out + o_j, mask=m_j, other=0.0)
-    c_sum, c_ign = betas_of(c + row * n_c, c_tops, bias, unit, n_out, o_j, m)
-    if FIRST:
-        R = PRIOR
-    else:
-        z = product_of(pairs + n_out, M_tops + n_out, unit, o_j, m)
-        R, rest = competition(z + tl.load(B_S + o_j, mask=m_j, other=0.0).to(tl.float32), m_j)
-    u = tl.where(m, c_sum * R - c_ign, 0.0)
-    b_grad_f = tl.load(grad_f + row, mask=m_i, other=0.0) + tl.sum(u * grad_phi, 1)[:, None]
-    g = tl.where(m, grad_phi * b_f, 0.0)
-    grad_sum, grad_ign = R * g, -g
-    top_sum = tl.load(c_tops + o_j, mask=m_j, other=1.0)
-    top_ign = tl.load(c_tops + n_out + o_j, mask=m_j, other=1.0)
-    old = 0.0
-    if not FRESH:
-        old = tl.load(before + tile)
-        grad_sum += tl.load(grad_c + o_j, mask=m, other=0.0).to(tl.float32) * (old * (1.0 / 2**14)) / top_sum
-        grad_ign += tl.load(grad_c + n_out + o_j, mask=m, other=0.0).to(tl.float32) * (old * (1.0 / 2**14)) / top_ign
-    b_phi = u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0)
-    greatest = tl.maximum(tl.abs(b_phi), tl.maximum(tl.abs(grad_sum * top_sum), tl.abs(grad_ign * top_ign)))
-    if FIRST:
-        b_grad_f = tl.where(m_i, b_grad_f * b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b), 0.0)
-        b_a = b_grad_f * tl.load(c_tops + 2 * n_out)
-        greatest = tl.maximum(greatest, tl.abs(b_a))
-    else:
-        # The products as in the sum, so that nothing is left where one output has all of R.
-        grad_z = tl.where(m, (R * (c_sum * g) - R * tl.sum(R * (c_sum * g), 1)[:, None]) * rest, 0.0)
-        M_top = tl.load(M_tops + n_out + o_j, mask=m_j, other=0.0)
-        greatest = tl.maximum(greatest, tl.abs(grad_z * M_top))
-    tl.store(grad_f + row, b_grad_f, mask=m_i)
-    top = tl.maximum(top_of(greatest), old)
+    a = tl.load(grad_f + row, mask=m_i, other=0.0) + tl.sum(u * grad_phi, 1)[:, None]
+    a *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
+    tl.store(grad_f + row, a, mask=m_i)
+    old, c_top = tl.load(before + tile), tl.load(c_tops + n_out + o_j, mask=m_j, other=1.0)
+    g = tl.load(results + 4 * n_out + o_j, mask=m, other=0.0).to(tl.float32) * (old * (1.0 / 2**14) / c_top)
+    g += tl.where(m, grad_phi * b_f, 0.0)
+    sums += tile * (n_out + 1)
+    tl.store(sums + o_j, tl.sum(g, 0)[None, :], mask=m_j)
+    tl.store(sums + n_out, tl.sum(a))
+    top = top_of(g * x_top)
+    tl.store(sum_tops + tile, top)
+    store_halves(g * x_top, to_sum + row * n_out + o_j, top, m)
+    b_phi, g, a = u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0), g * c_top, a * tl.load(c_tops + 2 * n_out)
+    top = tl.maximum(top_of(tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(g)), tl.abs(a))), old)
     tl.store(tops + tile, top)
-    by = 16384.0 / top
-    tl.store(results + o_j, (b_phi * by).to(tl.float16), mask=m)
-    tl.store(grad_c + o_j, (grad_sum * top_sum * by).to(tl.float16), mask=m)
-    tl.store(grad_c + n_out + o_j, (grad_ign * top_ign * by).to(tl.float16), mask=m)
-    if FIRST:
-        o_a = tl.arange(0, 8)[None, :]
-        tl.store(grad_c + 2 * n_out + o_a, (tl.where(o_a == 0, b_a, 0.0) * by).to(tl.float16), mask=m_i)
-        sums += tile * n_sums
-        tl.store(sums + o_j, tl.sum(grad_sum, 0)[None, :], mask=m_j)
-        tl.store(sums + n_out + o_j, tl.sum(grad_ign, 0)[None, :], mask=m_j)
-        tl.store(sums + 2 * n_out, tl.sum(b_grad_f))
-        sum_top = top_of(tl.maximum(tl.abs(grad_sum), tl.abs(grad_ign)) * x_top)
-        by, to_sum = x_top * (16384.0 / sum_top), to_sum + row * 2 * n_out
-        tl.store(sum_tops + tile, sum_top)
-        tl.store(to_sum + o_j, (grad_sum * by).to(tl.float16), mask=m)
-        tl.store(to_sum + n_out + o_j, (grad_ign * by).to(tl.float16), mask=m)
-    else:
-        tl.store(results + n_out + o_j, (grad_z * M_top * by).to(tl.float16), mask=m)
-        tl.store(sums + tile * n_out + o_j, tl.sum(grad_z, 0)[None, :], mask=m_j)
-        store_to_sum(grad_z * x_top, to_sum + row * n_out + o_j, sum_tops + tile, m)
+    store_halves(b_phi, results + 2 * n_out + o_j, top, m)
+    store_halves(g, results + 4 * n_out + o_j, top, m)
+    store_halves(tl.where(o_a == 0, a, 0.0), results + 5 * n_out + o_a, top, m_i)
 
 
 @triton.jit
@@ -212,6 +251,7 @@ def half_sums_kernel(
     parts,  # [b, n, q] sums over the rows of tiles
     a, x_tops,  # [b, i] one more column, q, and those of x_inp, where OF_A
     out, sums,  # [b, q, d], [b, q]
+    out_b, sums_b,
     n_inp, n_columns, n_sums, d_inp,  # n_columns, k, and d_inp in units of 8 too
     OF_A: tl.constexpr,
     BLOCK_I: tl.constexpr,  # the rows of a tile
@@ -239,10 +279,10 @@ def half_sums_kernel(
         if OF_A:
             b_a = tl.load(a + row, mask=m_i, other=0.0) * tl.load(x_tops + row, mask=m_i, other=0.0)
             total_a += b_x.to(tl.float32) * b_a
-    out += b * n_sums * d_inp
+    out += b * out_b
     m = tl.trans(o_j < n_columns) & (o_d < d_inp)
     tl.store(out + tl.trans(o_j) * d_inp + o_d, tl.trans(total) * (1.0 / 2**28), mask=m)
     if OF_A:
         b_a = tl.sum(total_a, 0)[None, :] * (1.0 / 2**14)
         tl.store(out + n_columns * d_inp + o_d, b_a, mask=o_d < d_inp)
-    tl.store(sums + b * n_sums + o_q, b_sum, mask=m_q)
+    tl.store(sums + b * sums_b + o_q, b_sum, mask=m_q)

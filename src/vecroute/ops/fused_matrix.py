@@ -12,11 +12,10 @@ BLOCKS = {"BLOCK_Q": 32, "BLOCK_D": 32}
 
 
 @triton.jit
-def beta(use, ign, is_sum, PRIOR: tl.constexpr, FLAT: tl.constexpr):
+def beta(use, ign, is_sum, PRIOR: tl.constexpr, FLAT: tl.constexpr, WITH_SUM: tl.constexpr):
     """Parameters of c_sum or c_ign, or of the flat c, from those of beta_use and beta_ign."""
-    if FLAT:
-        return PRIOR * (use + ign) - ign
-    return tl.where(is_sum, use + ign, ign)
+    other = PRIOR * (use + ign) - ign if FLAT else ign
+    return tl.where(is_sum, use + ign, other) if WITH_SUM else other
 
 
 @triton.jit
@@ -26,19 +25,20 @@ def shared_rows_kernel(
     n_out, n_rows, d_inp,
     PRIOR: tl.constexpr,
     FLAT: tl.constexpr,
+    WITH_SUM: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Rows that give c_sum and c_ign, or the flat c, then a_inp, then zeros; and what is added to them."""
+    """Rows that give c_sum, if WITH_SUM, then c_ign, or if FLAT the flat c, then a_inp, then zeros; and biases."""
     q = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    n_c = n_out if FLAT else 2 * n_out
+    n_c = 2 * n_out if WITH_SUM else n_out
     is_c, is_sum, j = q < n_c, q < n_out, q % n_out
     o, m_d = d[:, None] * n_out + j[None, :], d[:, None] < d_inp
     b_use = tl.load(W_use + o, mask=m_d & is_c[None, :], other=0.0).to(T)
     b_ign = tl.load(W_ign + o, mask=m_d & is_c[None, :], other=0.0).to(T)
-    columns = beta(b_use, b_ign, is_sum[None, :], PRIOR, FLAT)  # [d, q]
+    columns = beta(b_use, b_ign, is_sum[None, :], PRIOR, FLAT, WITH_SUM)  # [d, q]
     b_A = tl.load(W_A + d, mask=d < d_inp, other=0.0).to(T)
     rows = tl.where((q == n_c)[:, None], b_A[None, :], tl.trans(columns))
     m = (q < n_rows)[:, None] & (d < d_inp)[None, :]
@@ -46,15 +46,15 @@ def shared_rows_kernel(
     if tl.program_id(1) == 0:
         bias_use = tl.load(B_use + j, mask=is_c, other=0.0).to(T)
         bias_ign = tl.load(B_ign + j, mask=is_c, other=0.0).to(T)
-        tl.store(bias + q, beta(bias_use, bias_ign, is_sum, PRIOR, FLAT), mask=q < n_rows)
+        tl.store(bias + q, beta(bias_use, bias_ign, is_sum, PRIOR, FLAT, WITH_SUM), mask=q < n_rows)
 
 
 @triton.jit
-def beta_backward(of_c, of_ign, PRIOR: tl.constexpr, FLAT: tl.constexpr):
-    """Gradients with respect to beta_use and beta_ign, from those of c_sum and c_ign, or of the flat c."""
+def beta_backward(of_sum, of_other, PRIOR: tl.constexpr, FLAT: tl.constexpr):
+    """Gradients with respect to beta_use and beta_ign, from those of c_sum and of c_ign, or the flat c."""
     if FLAT:
-        return PRIOR * of_c, (PRIOR - 1) * of_c
-    return of_c, of_c + of_ign
+        return of_sum + PRIOR * of_other, of_sum + (PRIOR - 1) * of_other
+    return of_sum, of_sum + of_other
 
 
 @triton.jit
@@ -66,6 +66,7 @@ def shared_rows_backward_kernel(
     n_out, n_batch, d_inp, sums_b,
     PRIOR: tl.constexpr,
     FLAT: tl.constexpr,
+    WITH_SUM: tl.constexpr,
     FIRST: tl.constexpr,  # whether there is a_inp
     BLOCK_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -77,30 +78,31 @@ def shared_rows_backward_kernel(
     d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_j, m_d = j < n_out, d < d_inp
     p_grad, m = grad + j[:, None] * d_inp + d[None, :], m_j[:, None] & m_d[None, :]
-    of_c = tl.load(p_grad, mask=m, other=0.0)
-    of_ign = tl.load(p_grad + tl.cast(n_out, tl.int64) * d_inp, mask=m & (not FLAT), other=0.0)
-    use, ign = beta_backward(of_c, of_ign, PRIOR, FLAT)
+    n_sum = n_out if WITH_SUM else 0
+    of_sum = tl.load(p_grad, mask=m & WITH_SUM, other=0.0)
+    of_other = tl.load(p_grad + tl.cast(n_sum, tl.int64) * d_inp, mask=m, other=0.0)
+    use, ign = beta_backward(of_sum, of_other, PRIOR, FLAT)
     o, m = d[:, None] * n_out + j[None, :], m_d[:, None] & m_j[None, :]
     tl.store(grad_W_use + o, tl.trans(use), mask=m)
     tl.store(grad_W_ign + o, tl.trans(ign), mask=m)
-    n_c = n_out if FLAT else 2 * n_out
+    n_c = n_sum + n_out
     if FIRST and tl.program_id(0) == 0:
         of_a = tl.load(grad + tl.cast(n_c, tl.int64) * d_inp + d, mask=m_d, other=0.0)
         tl.store(grad_W_A + d, of_a, mask=m_d)
     if tl.program_id(1) == 0:
-        sum_c = tl.zeros([BLOCK_B, BLOCK_Q], T)
-        sum_ign = tl.zeros([BLOCK_B, BLOCK_Q], T)
+        sum_sum = tl.zeros([BLOCK_B, BLOCK_Q], T)
+        sum_other = tl.zeros([BLOCK_B, BLOCK_Q], T)
         sum_a = tl.zeros([BLOCK_B], T)
         for start in range(0, n_batch, BLOCK_B):
             b = start + tl.arange(0, BLOCK_B).to(tl.int64)
             m_b = b < n_batch
             p_sums, m_sums = sums + b[:, None] * sums_b + j[None, :], m_b[:, None] & m_j[None, :]
-            sum_c += tl.load(p_sums, mask=m_sums, other=0.0)
-            sum_ign += tl.load(p_sums + n_out, mask=m_sums & (not FLAT), other=0.0)
+            sum_sum += tl.load(p_sums, mask=m_sums & WITH_SUM, other=0.0)
+            sum_other += tl.load(p_sums + n_sum, mask=m_sums, other=0.0)
             if FIRST:
                 scale = tl.load(sqrt_n_inp + b, mask=m_b, other=0.0)
                 sum_a += scale * tl.load(sums + b * sums_b + n_c, mask=m_b, other=0.0)
-        bias_use, bias_ign = beta_backward(tl.sum(sum_c, 0), tl.sum(sum_ign, 0), PRIOR, FLAT)
+        bias_use, bias_ign = beta_backward(tl.sum(sum_sum, 0), tl.sum(sum_other, 0), PRIOR, FLAT)
         tl.store(grad_B_use + j, bias_use, mask=m_j)
         tl.store(grad_B_ign + j, bias_ign, mask=m_j)
         if FIRST and tl.program_id(0) == 0:
@@ -160,29 +162,29 @@ def scores_matrix_backward_kernel(
     tl.store(parts + n_rows + row, b_sum, mask=m_row)
 
 
-def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
-    """As ``chunked.shared_rows``."""
+def shared_rows(p: Problem, flat: bool, n: int, with_sum: bool = False) -> tuple[Tensor, Tensor]:
+    """As ``chunked.shared_rows``; of a flat c with those of c_sum before it, if ``with_sum``."""
     d = p.x_inp.shape[-1]
     rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n)  # [q, d], [q]
     grid = cdiv(n, BLOCKS["BLOCK_Q"]), cdiv(d, BLOCKS["BLOCK_D"])
     shared_rows_kernel[grid](
         p.w.W_use, p.w.W_ign, p.w.B_use, p.w.B_ign, p.w.W_A, rows, bias, p.n_out, n, d,
-        PRIOR=p.prior if flat else 0.0, FLAT=flat, T=triton_dtype(p), **BLOCKS,
+        PRIOR=p.prior if flat else 0.0, FLAT=flat, WITH_SUM=with_sum or not flat, T=triton_dtype(p), **BLOCKS,
     )  # fmt: skip
     return rows, bias
 
 
 def shared_rows_backward(
-    p: Problem, grad: Tensor, sums: Tensor, flat: bool, first: bool, grads: Grads
+    p: Problem, grad: Tensor, sums: Tensor, flat: bool, first: bool, grads: Grads, with_sum: bool = False
 ) -> None:
-    """As ``chunked.shared_rows_backward``."""
+    """As ``chunked.shared_rows_backward``; ``with_sum`` as above."""
     names = ("W_use", "W_ign", "B_use", "B_ign", *(("W_A", "B_A") if first else ()))
     found = [grad.new_empty(getattr(p.w, name).shape) for name in names]
     grid = cdiv(p.n_out, BLOCKS["BLOCK_Q"]), cdiv(grad.shape[1], BLOCKS["BLOCK_D"])
     shared_rows_backward_kernel[grid](
         grad, sums, p.sqrt_n_inp, *found[:4], found[-2], found[-1], p.n_out, len(sums), grad.shape[1],
-        sums.stride(0), PRIOR=p.prior if flat else 0.0, FLAT=flat, FIRST=first, BLOCK_B=32,
-        T=triton_dtype(p), **BLOCKS,
+        sums.stride(0), PRIOR=p.prior if flat else 0.0, FLAT=flat, WITH_SUM=with_sum or not flat,
+        FIRST=first, BLOCK_B=32, T=triton_dtype(p), **BLOCKS,
     )  # fmt: skip
     for name, value in zip(names, found, strict=True):
         grads.add(name, value)

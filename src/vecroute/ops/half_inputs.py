@@ -20,7 +20,7 @@ def new_half_inputs(p: Problem, n_iters: int) -> list[Tensor]:
     That is for large batches of a variable length where tf32 is asked for, on GPUs that have the kernel of
     ``input_gradient``. float16 has the digits of tf32, at half the bytes and twice the rate.
     """
-    if not (has_sizes(p) and n_iters > 1 and has_kernels(p, n_iters)):
+    if not (has_sizes(p) and n_iters == 2 and has_kernels(p)):
         return []
     return [torch.empty_like(p.x_inp, dtype=torch.float16), p.x_inp.new_empty(p.x_inp.shape[:2])]
 
@@ -36,9 +36,9 @@ def has_sizes(p: Problem) -> bool:
     return plain and fits and kept <= p.tuning.keep_bytes
 
 
-def has_kernels(p: Problem, n_iters: int) -> bool:
+def has_kernels(p: Problem) -> bool:
     """Whether products are tf32, by name or under autocast, and the device has the kernels."""
     tf32 = p.x_inp.is_cuda and p.x_inp.dtype == p.operand_dtype == torch.float32
     tf32 = tf32 and (p.rounded != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32")
-    sizes = input_gradient.of_many(n_iters - 1, p.n_out, p.x_inp.shape[-1])
+    sizes = input_gradient.of_many(p.n_out, p.x_inp.shape[-1])
     return tf32 and input_gradient.has_kernel(sizes, p.x_inp.device)

@@ -65,7 +65,9 @@ struct Group {
                 const int k = c * 32 + lane % 4 * 8, t = min(k / (2 * N_OUT), WAITING - 1);
                 uint4 v = load_8((k < N_WAITING ? waiting : phi) + k, inside && k < N_PAIRS);
                 if (k + 8 > N_PAIRS) v.z = v.w = 0;  // half of it is padding
-                float by = k < N_WAITING ? top[(size_t)t * p.top_t] / last : 1.f;
+                // In a BATCH, that of c_sum is of the iteration that waits too.
+                const bool waits = k < N_WAITING || BATCH && k / N_OUT == 2 * WAITING + 1;
+                float by = waits ? top[(size_t)t * p.top_t] / last : 1.f;
                 const u32 both = last == 0.f ? 0 : halves(by, by);
                 pairs[c][h][0] = times(v.x, both), pairs[c][h][1] = times(v.y, both);
                 pairs[c][h][2] = times(v.z, both), pairs[c][h][3] = times(v.w, both);

@@ -44,9 +44,9 @@ def of_one(waiting: int, n_out: int) -> Sizes:
     return Sizes(waiting, n_out, n_out, batch=False)
 
 
-def of_many(waiting: int, n_out: int, d_inp: int) -> Sizes:
-    """Of a batch of a variable length, where the last iteration has phi and the gradients of c and a_inp."""
-    return Sizes(waiting, n_out, n_out + aligned(2 * n_out + 1), True, steps=gcd(d_inp // COLUMNS, 8))
+def of_many(n_out: int, d_inp: int) -> Sizes:
+    """Of a batch of a variable length, of two iterations, with pairs as ``half_passes.HalfGradient`` has them."""
+    return Sizes(1, n_out, n_out + aligned(2 * n_out + 1), True, steps=gcd(d_inp // COLUMNS, 8))
 
 
 @cache
@@ -76,17 +76,17 @@ def input_gradient_of_batch(pairs: Tensor, M: Tensor, shared: Tensor, tops: Tens
     """Fill grad_x [b, i, d] with tops 2^-28 pairs M, of a variable length.
 
     Args:
-        pairs: [b, i, k] of all iterations side by side, the first last, in float16.
-        M, shared: [b, n, d] and [k - n, d] their matrix, in float16.
-        tops: [t, b, tiles] powers of two, ascending, the first iteration last.
+        pairs: [b, i, k] of ``half_passes.HalfGradient``, in float16.
+        M, shared: [b, 3 j, d] and [k - 3 j, d] their matrix, in float16.
+        tops: [2, b, tiles] powers of two, ascending, the first iteration last.
     """
-    (b, i, d), n_own, waiting = grad_x.shape, M.shape[1], len(tops) - 1
-    sizes = of_many(waiting, n_own // (2 * waiting + 1), d)
+    (b, i, d), j = grad_x.shape, M.shape[1] // 3
+    sizes = of_many(j, d)
     if not pairs.is_cuda:
         return _without_kernel(sizes, pairs, M, shared, tops, grad_x)
     from vecroute.ops.arrange import by_columns_of_batch  # Triton, which this file else does without
 
-    last = pairs[..., 2 * waiting * sizes.n_out :]  # [b, i, n_last]
+    last = pairs[..., 2 * j :]  # [b, i, n_last]
     none = grad_x  # not read
     tensors = pairs, last, by_columns_of_batch(M, shared), tops, none, none, none, grad_x, none
     row = pairs.stride(1)
@@ -95,11 +95,12 @@ def input_gradient_of_batch(pairs: Tensor, M: Tensor, shared: Tensor, tops: Tens
 
 def _without_kernel(sizes: Sizes, pairs, M, shared, tops, grad_x) -> None:
     """The same by PyTorch, where kernels are interpreted."""
-    n = [2 * sizes.n_out] * sizes.waiting + [sizes.n_last]
-    units = torch.repeat_interleave(tops.movedim(0, -1), ROWS, 1)[:, : pairs.shape[1]]  # [b, i, t]
-    units = torch.repeat_interleave(units, torch.tensor(n), -1)  # [b, i, k]
-    all_M = torch.cat((M, shared.expand(len(M), -1, -1)), 1).float()  # [b, k, d]
-    torch.bmm(pairs * units / 2**28, all_M, out=grad_x)
+    j, (b, i, k) = sizes.n_out, pairs.shape
+    of_second = torch.arange(k) // j  # which blocks of outputs are of the second iteration
+    of_second = (of_second < 2) | (of_second == 3)  # [k]
+    units = torch.repeat_interleave(tops, ROWS, -1)[..., :i, None]  # [2, b, i, 1]
+    pairs = pairs * torch.where(of_second, units[0], units[1]) / 2**28  # [b, i, k]
+    torch.bmm(pairs, torch.cat((M, shared.expand(b, -1, -1)), 1).float(), out=grad_x)
 
 
 def launch(sizes: Sizes, b: int, i: int, d: int, tensors: tuple, strides: list[int]) -> None:

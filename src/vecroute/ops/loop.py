@@ -74,7 +74,7 @@ def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads
     (y, s, before, g, x_hat), (f_a_inp, kept, grad_x) = steps, inputs
     n_iters = y.shape[0]
     if p.half is not None:
-        into = p.half_passes.HalfGradient(p, n_iters, grad_x)
+        into = p.half_passes.HalfGradient(p, grad_x)
     else:
         into = InputGradient(p, n_iters, grad_x, None if p.variable else grads["W_A"])
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
