@@ -9,11 +9,11 @@ import vecroute as vr
 from vecroute.ops import half_inputs, input_gradient
 
 CASES = [  # b, n_inp, n_out, d_inp
-    (2, 70, 8, 64),
+    (2, 70, 8, 128),
     (1, 64, 16, 128),
-    (3, 130, 40, 192),
-    (2, 5, 64, 64),
-    (1, 200, 88, 64),
+    (3, 130, 40, 384),
+    (2, 5, 64, 128),
+    (1, 200, 56, 256),
 ]
 
 

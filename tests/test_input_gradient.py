@@ -42,15 +42,15 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
 def test_shared_memory_is_as_large_as_the_kernel_divides(batch, waiting, n_out, device):
     of_one, of_many = input_gradient.of_one, input_gradient.of_many
-    sizes = of_many(n_out, 512) if batch else of_one(waiting, n_out)
+    sizes = of_many(n_out) if batch else of_one(waiting, n_out)
     waiting = sizes.waiting
-    given = {"WAITING": waiting, "N_OUT": n_out, "N_LAST": sizes.n_last, "STAGES": sizes.stages}
+    given = {"WAITING": waiting, "N_OUT": n_out, "N_LAST": sizes.n_last, "STAGES": sizes.stages, "COLUMNS": sizes.columns}
     constants = named_constants("input_gradient.cu", given)
     assert input_gradient.shared_bytes(sizes) == constants["BARRIERS"] + 2 * sizes.stages * 8
     assert input_gradient.stage_bytes(sizes) == constants["STAGE"]
-    M = torch.zeros(constants["N_PAIRS"], 64)
-    assert arrange.by_columns(M, torch.ones(len(M), 1)).numel() * 2 == constants["STAGE"]
-    for name in ("GROUPS", "ROWS", "COLUMNS"):
+    M = torch.zeros(1, constants["N_PAIRS"], sizes.columns).half()
+    assert arrange.by_columns_of_batch(M, M[0, :0], sizes.columns).numel() * 2 == constants["STAGE"]
+    for name in ("GROUPS", "ROWS"):
         assert constants[name] == getattr(input_gradient, name)
 
 

@@ -29,11 +29,12 @@ def features_kernel(M, out, n, q, d, n_out, padded, BLOCK: tl.constexpr):  # [q,
 @triton.jit
 def columns_kernel(
     M, shared, weights,  # [b, n, d], [k - n, d], [k]
-    out,  # [b, d / 64, tiles, 64, 8, 8]
+    out,  # [b, d / columns, tiles, columns, 8, 8]
     n, k, d,
+    WIDE: tl.constexpr,  # how many times 64 the columns are
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """out = M of a sample and after it the rows that all share, 64 columns d at a time, as threads multiply them.
+    """out = M of a sample and after it the rows that all share, some columns d at a time, as threads multiply them.
 
     Of 32 rows k a thread has 8, of which it multiplies 4 at a time, two of them in each half of 16. Of 16
     columns it has 4 next to each other. Where WEIGHTED, rows are times 2^14 and over their weights.
@@ -48,7 +49,8 @@ def columns_kernel(
     # Rows as 2 x 4 x 4 x 2 and columns as 4 x 4 x 2 x 2 change places among themselves, and with each other.
     b_M = b_M.to(tl.float16).reshape(2, 4, 4, 2, 4, 4, 2, 2).permute(4, 6, 5, 7, 0, 2, 1, 3).reshape(64, 64)
     place, step = o[:, None], o[None, :]
-    out += ((b * tl.num_programs(1) + part) * tl.num_programs(0) + tile) * 4096
+    wide = (b * tl.num_programs(1) + part) // WIDE * tl.num_programs(0) + tile
+    out += (wide * WIDE + part % WIDE) * 4096
     tl.store(out + place * 64 + (step // 8 ^ place % 8) * 8 + step % 8, b_M)
 
 
@@ -62,19 +64,24 @@ def by_features(M: Tensor, n_out: int) -> Tensor:
 
 def by_columns(M: Tensor, weights: Tensor) -> Tensor:
     """2^14 M / weights, from [k, d] and [k, 1], in float16, [d / 64, k / 64, 64, 8, 8]; k is filled up."""
-    return arranged_columns(M[None], M, weights, len(M))[0]
+    return arranged_columns(M[None], M, weights, len(M), 64)[0]
 
 
-def by_columns_of_batch(M: Tensor, shared: Tensor) -> Tensor:
-    """M [b, n, d] and after it shared [k - n, d], both float16, [b, d / 64, k / 64, 64, 8, 8]; k is filled up."""
-    return arranged_columns(M, shared, None, M.shape[1] + len(shared))
+def by_columns_of_batch(M: Tensor, shared: Tensor, columns: int) -> Tensor:
+    """M [b, n, d] and after it shared [k - n, d], both float16; k is filled up.
+
+    Returns:
+        [b, d / columns, k / 64, columns, 8, 8]
+    """
+    return arranged_columns(M, shared, None, M.shape[1] + len(shared), columns)
 
 
-def arranged_columns(M: Tensor, shared: Tensor, weights: Tensor | None, k: int) -> Tensor:
+def arranged_columns(M: Tensor, shared: Tensor, weights: Tensor | None, k: int, columns: int) -> Tensor:
+    """Both of the above; weights [k, 1] or None."""
     (b, n, d), tiles = M.shape, cdiv(k, 64)
-    out = M.new_empty(b, d // 64, tiles, 64, 8, 8, dtype=torch.float16)
+    out = M.new_empty(b, d // columns, tiles, columns, 8, 8, dtype=torch.float16)
     weighted = weights is not None
     columns_kernel[tiles, d // 64, b](
-        M, shared, weights if weighted else M, out, n, k, d, WEIGHTED=weighted
+        M, shared, weights if weighted else M, out, n, k, d, WIDE=columns // 64, WEIGHTED=weighted
     )
     return out

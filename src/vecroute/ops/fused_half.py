@@ -205,7 +205,7 @@ def first_phi_backward_kernel(
     grad_f,  # [b, i], turned into the gradient of W_A x_inp
     results,  # [b, i, k], as above; filled up with phi, the gradient of the flat c, that of a_inp, and zeros
     before, tops,  # [b, n] of results so far, and of these: not less
-    to_sum, sum_tops,  # [b, i, j] float16, times the tops of x_inp, and [b, n]: the gradient of the flat c
+    to_sum, sum_tops,  # [b, i, j + 8] float16, times the tops of x_inp, and [b, n]: of flat c, of a_inp, zeros
     sums,  # [b, n, j + 1] of this and of that of a_inp over the rows of a tile
     n_inp, n_out, n_c, n_results, M_tops_b,  # as above
     BLOCK_I: tl.constexpr,
@@ -233,9 +233,11 @@ def first_phi_backward_kernel(
     sums += tile * (n_out + 1)
     tl.store(sums + o_j, tl.sum(g, 0)[None, :], mask=m_j)
     tl.store(sums + n_out, tl.sum(a))
-    top = top_of(g * x_top)
+    top = top_of(tl.maximum(tl.abs(g), tl.abs(a)) * x_top)
     tl.store(sum_tops + tile, top)
-    store_halves(g * x_top, to_sum + row * n_out + o_j, top, m)
+    to_sum += row * (n_out + 8)
+    store_halves(g * x_top, to_sum + o_j, top, m)
+    store_halves(tl.where(o_a == 0, a * x_top, 0.0), to_sum + n_out + o_a, top, m_i)
     b_phi, g, a = u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0), g * c_top, a * tl.load(c_tops + 2 * n_out)
     top = tl.maximum(top_of(tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(g)), tl.abs(a))), old)
     tl.store(tops + tile, top)
@@ -248,12 +250,10 @@ def first_phi_backward_kernel(
 def half_sums_kernel(
     pairs, x,  # [b, i, k], [b, i, d] float16
     tops,  # [b, n] of pairs
-    parts,  # [b, n, q] sums over the rows of tiles
-    a, x_tops,  # [b, i] one more column, q, and those of x_inp, where OF_A
+    parts,  # [b, n, q] sums of pairs over the rows of tiles, q <= k
     out, sums,  # [b, q, d], [b, q]
     out_b, sums_b,
-    n_inp, n_columns, n_sums, d_inp,  # n_columns, k, and d_inp in units of 8 too
-    OF_A: tl.constexpr,
+    n_inp, n_columns, n_sums, d_inp,  # i, k, q, d; k and d in units of 8
     BLOCK_I: tl.constexpr,  # the rows of a tile
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -264,25 +264,16 @@ def half_sums_kernel(
     n_columns, d_inp = n_columns * 8, d_inp * 8
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     o_i, o_j = tl.arange(0, BLOCK_I)[:, None], tl.arange(0, BLOCK_J)[None, :]
-    o_q = tl.arange(0, 2 * BLOCK_J if OF_A else BLOCK_J)[None, :]
     total = tl.zeros([BLOCK_D, BLOCK_J], tl.float32)
-    total_a = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-    b_sum = tl.zeros([1, 2 * BLOCK_J if OF_A else BLOCK_J], tl.float32)
-    m_q = (o_q < n_sums) & (tl.program_id(0) + o_q * 0 == 0)  # once for all features
+    b_sum = tl.zeros([1, BLOCK_J], tl.float32)
+    m_sum = (o_j < n_sums) & (tl.program_id(0) + o_j * 0 == 0)  # once for all features
     for k in tl.range(0, n_tiles, num_stages=STAGES):
         o_row, tile = k * BLOCK_I + o_i, b * n_tiles + k
         row, m_i = b * n_inp + o_row, o_row < n_inp
         b_pairs = tl.load(pairs + row * n_columns + o_j, mask=m_i & (o_j < n_columns), other=0.0)
         b_x = tl.load(x + row * d_inp + o_d, mask=m_i & (o_d < d_inp), other=0.0)
         total += tl.dot(tl.trans(b_x), b_pairs) * tl.load(tops + tile)
-        b_sum += tl.load(parts + tile * n_sums + o_q, mask=m_q, other=0.0)
-        if OF_A:
-            b_a = tl.load(a + row, mask=m_i, other=0.0) * tl.load(x_tops + row, mask=m_i, other=0.0)
-            total_a += b_x.to(tl.float32) * b_a
-    out += b * out_b
-    m = tl.trans(o_j < n_columns) & (o_d < d_inp)
-    tl.store(out + tl.trans(o_j) * d_inp + o_d, tl.trans(total) * (1.0 / 2**28), mask=m)
-    if OF_A:
-        b_a = tl.sum(total_a, 0)[None, :] * (1.0 / 2**14)
-        tl.store(out + n_columns * d_inp + o_d, b_a, mask=o_d < d_inp)
-    tl.store(sums + b * sums_b + o_q, b_sum, mask=m_q)
+        b_sum += tl.load(parts + tile * n_sums + o_j, mask=m_sum, other=0.0)
+    m = tl.trans(o_j < n_sums) & (o_d < d_inp)
+    tl.store(out + b * out_b + tl.trans(o_j) * d_inp + o_d, tl.trans(total) * (1.0 / 2**28), mask=m)
+    tl.store(sums + b * sums_b + o_j, b_sum, mask=m_sum)

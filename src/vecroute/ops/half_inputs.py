@@ -7,7 +7,7 @@ from vecroute.ops import input_gradient
 from vecroute.ops.common import aligned, cdiv
 from vecroute.ops.problem import Problem
 
-ROWS = input_gradient.ROWS  # of a tile, whose pairs share a unit
+ROWS = input_gradient.UNIT_ROWS  # of a tile, whose pairs share a unit
 FEATURES = 128  # that a program of a sum over inputs has
 LEAST_BYTES = 2**26  # of x_inp; below, all of it may stay in the cache
 MOST_OUTPUTS, MOST_FEATURES = 128, 8192  # that a kernel has in its registers
@@ -30,7 +30,7 @@ def has_sizes(p: Problem) -> bool:
     (b, i, d), j = p.x_inp.shape, p.n_out
     plain = p.implementation == "fused" and p.variable and p.use is None and p.cu_seqlens is None
     plain = plain and not p.group and p.x_inp.is_contiguous()
-    fits = d % 64 == 0 and j % 8 == 0 and j <= MOST_OUTPUTS and d <= MOST_FEATURES and LEAST_PROGRAMS <= b * cdiv(d, FEATURES)
+    fits = d % 128 == 0 and j % 8 == 0 and j <= MOST_OUTPUTS and d <= MOST_FEATURES and LEAST_PROGRAMS <= b * cdiv(d, FEATURES)
     size, kept = b * i * d * 2, b * i * aligned(2 * j + 1) * 4  # bytes
     fits = fits and b < 2**16 and LEAST_BYTES <= 2 * size <= 8 * p.tuning.keep_bytes
     return plain and fits and kept <= p.tuning.keep_bytes
@@ -40,5 +40,4 @@ def has_kernels(p: Problem) -> bool:
     """Whether products are tf32, by name or under autocast, and the device has the kernels."""
     tf32 = p.x_inp.is_cuda and p.x_inp.dtype == p.operand_dtype == torch.float32
     tf32 = tf32 and (p.rounded != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32")
-    sizes = input_gradient.of_many(p.n_out, p.x_inp.shape[-1])
-    return tf32 and input_gradient.has_kernel(sizes, p.x_inp.device)
+    return tf32 and input_gradient.has_kernel(input_gradient.of_many(p.n_out), p.x_inp.device)

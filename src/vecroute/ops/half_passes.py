@@ -28,6 +28,7 @@ from vecroute.ops.half_inputs import FEATURES, ROWS
 from vecroute.ops.problem import Grads, Problem, over_samples
 
 WARPS = 4  # of a tile of pairs
+STAGES = 4  # tiles that a sum over inputs loads ahead
 
 
 class HalfInputs:
@@ -49,20 +50,17 @@ class HalfInputs:
         fill_halves(rows[None], halves[None], tops[None])
         return halves, tops, bias
 
-    def sums(self, pairs: Tensor, tops, parts, out: Tensor, sums: Tensor, a: Tensor | None = None) -> None:
+    def sums(self, pairs: Tensor, tops: Tensor, parts: Tensor, out: Tensor, sums: Tensor) -> None:
         """Fill out [b, q, d] with pairs^T x_inp, and sums [b, q] with those of pairs.
 
         Args:
-            pairs, tops: [b, i, k] in float16, times the tops of x_inp, and [b, n].
+            pairs, tops: [b, i, k] in float16, times the tops of x_inp, and [b, n]; k >= q.
             parts: [b, n, q] sums of pairs over tiles.
-            a: [b, i] one more column, if any.
         """
         (b, i, d), k, q = self.x.shape, pairs.shape[-1], parts.shape[-1]
         half_sums_kernel[cdiv(d, FEATURES), b](
-            pairs, self.x, tops, parts, tops if a is None else a, self.tops, out, sums, out.stride(0),
-            sums.stride(0), i, k // 8, q, d // 8,
-            OF_A=a is not None, BLOCK_I=ROWS, BLOCK_J=max(16, next_power_of_2(k)), BLOCK_D=FEATURES, STAGES=4,
-            num_warps=8,
+            pairs, self.x, tops, parts, out, sums, out.stride(0), sums.stride(0), i, k // 8, q, d // 8,
+            BLOCK_I=ROWS, BLOCK_J=max(16, next_power_of_2(k)), BLOCK_D=FEATURES, STAGES=STAGES, num_warps=8,
         )  # fmt: skip
 
 
@@ -130,7 +128,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
     pairs = grad_s.new_empty(b, i, M.shape[1])  # [b, i, 2 j or j]
     product(half.x, halves.mT, pairs)
     grad_M, sums = into.grad_M[:, summed], into.sums[:, summed]  # [b, 2 j or j + 1, d], [b, 2 j or j + 1]
-    to_sum, sum_tops = torch.empty_like(pairs, dtype=torch.float16), grad_s.new_empty(b, n)  # and [b, n]
+    to_sum, sum_tops = half.x.new_empty(b, i, aligned(sums.shape[1])), grad_s.new_empty(b, n)  # and [b, n]
     parts = grad_s.new_empty(b, n, sums.shape[1])  # [b, n, 2 j or j + 1]
     of_pairs, of_sums = (pairs, M_tops, kept, half.tops, W_tops, bias), (to_sum, sum_tops, parts)
     sizes = i, j // 8, kept.shape[-1] // 8, into.pairs.shape[-1] // 8, M_tops.stride(0)
@@ -145,7 +143,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
     first_phi_backward_kernel[n, b](
         *of_pairs, p.sqrt_n_inp, f_a_inp, grad_s, grad_f, into.pairs, *into.tops, *of_sums, *sizes, **blocks
     )
-    half.sums(*of_sums, grad_M, sums, grad_f)
+    half.sums(*of_sums, grad_M, sums)
     shared_rows_backward(p, over_samples(into.grad_M[:, j:]), into.sums[:, j:], True, True, grads, with_sum=True)
     if into.grad_x is not None:
         input_gradient_of_batch(into.pairs, into.M, W, into.tops, into.grad_x)

@@ -81,8 +81,18 @@ template <int STAGES, int BYTES, int WARPS> struct Parts {
         __syncthreads();
     }
     INLINE void wait_for(int k) const { wait(barrier(0, k), k / STAGES); }
-    INLINE void used(int k) const {  // the part before is free when the slowest warp is done with it
+    INLINE void done(int k) const {
         if (threadIdx.x % 32 == 0) arrive(barrier(1, k));
+    }
+    INLINE void feed() const {  // what one thread does for all others, which say that they are done
+        for (int k = 0; k + STAGES < n; ++k) {
+            wait(barrier(1, k), k / STAGES);
+            load(k + STAGES);
+        }
+    }
+    // The same where no thread is there for that alone.
+    INLINE void used(int k) const {  // the part before is free when the slowest warp is done with it
+        done(k);
         if (threadIdx.x == 0 && k) {
             wait(barrier(1, k - 1), (k - 1) / STAGES);
             load(k - 1 + STAGES);
@@ -172,9 +182,8 @@ INLINE u64 matrix(u32 at, int next = 16) {
 }
 INLINE void mma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// For what is in r, while others are under way.
-template <int OTHERS = 0, int N> INLINE void mma_wait(float (&r)[N]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OTHERS) : "memory");
+template <int N> INLINE void mma_wait(float (&r)[N]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int k = 0; k < N; ++k) asm volatile("" : "+f"(r[k])::"memory");
 }

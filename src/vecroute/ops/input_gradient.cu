@@ -5,25 +5,26 @@
 // and of a BATCH of a variable length, whose pairs and M have a_inp too, grad_x = unit (pairs M) alone.
 //
 // A group of 128 threads has 64 rows. Their pairs stay in registers while M, shared by the groups of a block,
-// goes by 64 columns at a time; so pairs come from memory once, and M, from the cache, once for all rows of a
-// block.
+// goes by some columns at a time; so pairs come from memory once, and M, from the cache, once for all rows of a
+// block. With 128 columns the tensor cores are a third faster than with 64, for which alone there are registers
+// where x_inp and W_A have some too.
 // x_inp and W_A are on their way to registers while the tensor cores multiply.
 //
 // Pairs may wait in the rows of grad_W_A: a row is read and written by one warp alone.
 //
 // Before this file come hopper.cu; BATCH; WAITING, the iterations that wait; N_OUT; N_LAST, how many pairs the
-// last has; STAGES, how many parts of M are there at a time; STEPS, of how many in turn the next is multiplied
-// while one is stored; and gradient_mma, which multiplies on the tensor cores.
+// last has; UNIT_ROWS, how many rows share a unit; COLUMNS, of a part of M; STAGES, how many parts are there at a
+// time; and gradient_mma, which multiplies on the tensor cores.
 
-constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64, COLUMNS = 64;
+constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64;  // in a BATCH 32 threads more, which load M
 constexpr int N_WAITING = 2 * N_OUT * WAITING;
 constexpr int N_PAIRS = N_WAITING + N_LAST, K = (N_PAIRS + 31) / 32 * 32;  // all pairs of a row, padded
 
 // Places in shared memory, in bytes.
-constexpr int TILE = COLUMNS * 128;            // 64 columns of M and 64 pairs, as the tensor cores read them
+constexpr int TILE = COLUMNS * 128;  // 64 pairs of a part of M, as the tensor cores read them
 constexpr int STAGE = (K + 63) / 64 * TILE;
-constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], after the order of the tensor cores
-constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * COLUMNS * 4;  // of M
+constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][64 columns], after the order of the tensor cores
+constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * 64 * 4;  // of M
 
 struct Arguments {
     const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, N_LAST], [d / 64] stages
@@ -39,7 +40,7 @@ struct Group {
     const Parts<STAGES, STAGE, THREADS / 32> M;
     const int lane, warp;     // a warp has 16 rows of a block
     u32 pairs[K / 32][2][4];  // of rows lane / 4 and that + 8, 8 numbers out of 32
-    float unit[2], total[STEPS > 1 ? 2 : 1][32];  // of the same rows 16 columns each
+    float unit[2], total[COLUMNS / 2];  // of the same rows a quarter of the columns each
     float a[8];               // of rows lane / 16, that + 2, ...
     float4 x[8], W[8];        // of the same rows
 
@@ -57,7 +58,7 @@ struct Group {
             const size_t i = inside ? row : 0;
             const unsigned short* waiting = p.waiting + i * p.waiting_i;
             const unsigned short* phi = p.phi + i * p.phi_i - N_WAITING;
-            const float* top = p.top + (BATCH ? i / ROWS : i);  // which a tile of rows shares, or each has
+            const float* top = p.top + i / UNIT_ROWS;
             const float last = inside ? top[(size_t)WAITING * p.top_t] : 0.f;
             unit[h] = last * (1.f / (1 << 28));  // both operands are times 2^14
 #pragma unroll
@@ -91,7 +92,7 @@ struct Group {
     }
 
     // Of 32 pairs, a step multiplies the first or second 4 of every 8: M has them in this order too.
-    INLINE void begin(int k, float (&total)[32]) {
+    INLINE void multiply(int k) {
         const u64 b = matrix(M.part(k));
         M.wait_for(k);
         mma_begin();
@@ -103,31 +104,16 @@ struct Group {
                          b + (i / 4 * TILE + i % 4 * 32) / 16, i > 0);
         }
         mma_commit();
-    }
-
-    // From part k of M on. Between two calls the tensor cores do nothing: ptxas can follow no other loop.
-    INLINE void steps(int block, int k) {
-        if (!BATCH) load_inputs(block, k * COLUMNS);
-        begin(k, total[0]);
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            if (i + 1 < STEPS) {
-                begin(k + i + 1, total[(i + 1) % 2]);
-                mma_wait<1>(total[i % 2]);
-            } else {
-                mma_wait<0>(total[i % 2]);
-            }
-            M.used(k + i);
-            store(block, (k + i) * COLUMNS, total[i % 2]);
-        }
+        mma_wait(total);
+        if (BATCH) M.done(k); else M.used(k);
     }
 
     // Where 4 products of a row of this warp are: all lanes that write or read at once have other banks.
     INLINE float4* place(int row, int four) const {
         const int at = four ^ row % 2 * 4 ^ row / 2 % 4;
-        return (float4*)(shared + PRODUCTS) + (warp * 16 + row) * COLUMNS / 4 + at;
+        return (float4*)(shared + PRODUCTS) + (warp * 16 + row) * 16 + at;
     }
-    INLINE void store(int block, int column, const float (&total)[32]) {
+    INLINE void store(int block, int column, const float* total) {  // 64 columns
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const float u = unit[i % 2], *r = total + i / 2 * 8 + i % 2 * 2;
@@ -155,7 +141,7 @@ struct Group {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * BATCH, 1)
     input_gradient(const unsigned short* waiting, const unsigned short* phi, const unsigned short* M,
                    const float* top, const float* x, const float* W_A, const float* grad_a, float* grad_x,
                    float* grad_W_A, int n, int d, int waiting_i, int phi_i, int top_t, int x_i, int W_A_i,
@@ -164,13 +150,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Samples follow each other; one has the block in y.
     const size_t sample = blockIdx.y, before = sample * n;
     waiting += before * waiting_i, phi += before * phi_i, grad_x += before * grad_x_i;
-    M += sample * (d / COLUMNS) * (STAGE / 2), top += sample * ((n + ROWS - 1) / ROWS);
+    M += sample * (d / COLUMNS) * (STAGE / 2), top += sample * ((n + UNIT_ROWS - 1) / UNIT_ROWS);
     const Arguments p{waiting, phi, M,         top,   x,     W_A, grad_a, grad_x,   grad_W_A,
                       n,       d,   waiting_i, phi_i, top_t, x_i, W_A_i,  grad_x_i, grad_W_A_i};
     Group group(p, memory);
     group.M.start();
+    if (BATCH && threadIdx.x >= THREADS) {
+        if (threadIdx.x == THREADS) group.M.feed();
+        return;
+    }
     const int block = blockIdx.x * GROUPS * ROWS;
     group.load_pairs(block);
-    for (int k = 0; k < d / COLUMNS; k += STEPS) group.steps(block, k);
-    group.M.finish(d / COLUMNS);
+    for (int k = 0; k < d / COLUMNS; ++k) {
+        if (!BATCH) group.load_inputs(block, k * COLUMNS);
+        group.multiply(k);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += 64) group.store(block, k * COLUMNS + c, group.total + c / 2);
+    }
+    if (!BATCH) group.M.finish(d / COLUMNS);
 }

@@ -5,7 +5,6 @@ cache once for all of them.
 """
 
 from functools import cache
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,8 @@ from vecroute.ops import hopper
 from vecroute.ops.common import aligned, cdiv
 from vecroute.ops.problem import Problem
 
-GROUPS, ROWS, COLUMNS = 2, 64, 64  # a block has so many groups of 128 threads, each with so many rows
-MOST_SHARED = 227 * 2**10  # bytes that a block can have
+GROUPS, ROWS = 2, 64  # a block has so many groups of 128 threads, each with so many rows
+UNIT_ROWS = 64  # of a batch, which share a unit
 
 
 class Sizes(NamedTuple):
@@ -26,27 +25,22 @@ class Sizes(NamedTuple):
     n_out: int
     n_last: int  # pairs of the last iteration
     batch: bool
-    steps: int = 1  # parts of M in a row, of which one is multiplied ahead
+    columns: int  # of a part of M
+    stages: int  # parts that are there at a time
 
     @property
     def n_pairs(self) -> int:
         return 2 * self.waiting * self.n_out + self.n_last
 
-    @property
-    def stages(self) -> int:
-        """Parts of M that are there at a time; a batch, where one is multiplied ahead, wants one more."""
-        fits = 4 * stage_bytes(self) + GROUPS * ROWS * COLUMNS * 4 + 64 <= MOST_SHARED
-        return 4 if self.batch and fits else 3
-
 
 def of_one(waiting: int, n_out: int) -> Sizes:
     """Of one sample of a fixed length."""
-    return Sizes(waiting, n_out, n_out, batch=False)
+    return Sizes(waiting, n_out, n_out, batch=False, columns=64, stages=3)
 
 
-def of_many(n_out: int, d_inp: int) -> Sizes:
+def of_many(n_out: int) -> Sizes:
     """Of a batch of a variable length, of two iterations, with pairs as ``half_passes.HalfGradient`` has them."""
-    return Sizes(1, n_out, n_out + aligned(2 * n_out + 1), True, steps=gcd(d_inp // COLUMNS, 8))
+    return Sizes(1, n_out, n_out + aligned(2 * n_out + 1), batch=True, columns=128, stages=2)
 
 
 @cache
@@ -62,7 +56,7 @@ def has_kernel(sizes: Sizes, device: torch.device) -> bool:
 
 def can_multiply(p: Problem, n_waiting: int) -> bool:
     """Whether ``input_gradient`` can be called where ``fused_halves`` can, with pairs [i, n_waiting]."""
-    whole = p.x_inp.shape[-1] % COLUMNS == 0
+    whole = p.x_inp.shape[-1] % 64 == 0
     return whole and has_kernel(of_one(n_waiting // (2 * p.n_out), p.n_out), p.x_inp.device)
 
 
@@ -81,14 +75,14 @@ def input_gradient_of_batch(pairs: Tensor, M: Tensor, shared: Tensor, tops: Tens
         tops: [2, b, tiles] powers of two, ascending, the first iteration last.
     """
     (b, i, d), j = grad_x.shape, M.shape[1] // 3
-    sizes = of_many(j, d)
+    sizes = of_many(j)
     if not pairs.is_cuda:
         return _without_kernel(sizes, pairs, M, shared, tops, grad_x)
     from vecroute.ops.arrange import by_columns_of_batch  # Triton, which this file else does without
 
     last = pairs[..., 2 * j :]  # [b, i, n_last]
     none = grad_x  # not read
-    tensors = pairs, last, by_columns_of_batch(M, shared), tops, none, none, none, grad_x, none
+    tensors = pairs, last, by_columns_of_batch(M, shared, sizes.columns), tops, none, none, none, grad_x, none
     row = pairs.stride(1)
     launch(sizes, b, i, d, tensors, [row, row, tops.stride(0), d, d, d, d])
 
@@ -98,7 +92,7 @@ def _without_kernel(sizes: Sizes, pairs, M, shared, tops, grad_x) -> None:
     j, (b, i, k) = sizes.n_out, pairs.shape
     of_second = torch.arange(k) // j  # which blocks of outputs are of the second iteration
     of_second = (of_second < 2) | (of_second == 3)  # [k]
-    units = torch.repeat_interleave(tops, ROWS, -1)[..., :i, None]  # [2, b, i, 1]
+    units = torch.repeat_interleave(tops, UNIT_ROWS, -1)[..., :i, None]  # [2, b, i, 1]
     pairs = pairs * torch.where(of_second, units[0], units[1]) / 2**28  # [b, i, k]
     torch.bmm(pairs, torch.cat((M, shared.expand(b, -1, -1)), 1).float(), out=grad_x)
 
@@ -108,7 +102,7 @@ def launch(sizes: Sizes, b: int, i: int, d: int, tensors: tuple, strides: list[i
     with torch.cuda.device(tensors[0].device):
         kernel(sizes, tensors[0].device)(
             grid=(cdiv(i, GROUPS * ROWS), b, 1),
-            block=(128 * GROUPS, 1, 1),
+            block=(128 * GROUPS + 32 * sizes.batch, 1, 1),
             args=[*tensors, i, d, *strides],
             shared_mem=shared_bytes(sizes),
         )
@@ -130,17 +124,17 @@ def kernel(sizes: Sizes, device: torch.device) -> Any:
 def source(sizes: Sizes) -> str:
     """The kernel for sizes that it has as constants."""
     constants = f"constexpr int WAITING = {sizes.waiting}, N_OUT = {sizes.n_out}, N_LAST = {sizes.n_last};\n"
-    constants += f"constexpr int BATCH = {int(sizes.batch)}, STAGES = {sizes.stages}, STEPS = {sizes.steps};\n"
-    return hopper.source(
-        "input_gradient.cu", constants, hopper.multiplication("gradient_mma", COLUMNS // 8, in_registers=True)
-    )
+    constants += f"constexpr int BATCH = {int(sizes.batch)}, UNIT_ROWS = {UNIT_ROWS if sizes.batch else 1};\n"
+    constants += f"constexpr int COLUMNS = {sizes.columns}, STAGES = {sizes.stages};\n"
+    multiply = hopper.multiplication("gradient_mma", sizes.columns // 8, in_registers=True)
+    return hopper.source("input_gradient.cu", constants, multiply)
 
 
 def shared_bytes(sizes: Sizes) -> int:
     """The size of shared memory, as ``input_gradient.cu`` divides it."""
-    return sizes.stages * (stage_bytes(sizes) + 2 * 8) + GROUPS * ROWS * COLUMNS * 4
+    return sizes.stages * (stage_bytes(sizes) + 2 * 8) + GROUPS * ROWS * 64 * 4
 
 
 def stage_bytes(sizes: Sizes) -> int:
-    """What ``COLUMNS`` columns of M have."""
-    return cdiv(sizes.n_pairs, 64) * COLUMNS * 128
+    """What a part of M has."""
+    return cdiv(sizes.n_pairs, 64) * sizes.columns * 128
