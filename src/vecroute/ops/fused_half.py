@@ -12,9 +12,16 @@ from vecroute.ops.fused_pairs import f_of
 
 
 @triton.jit
+def greatest_of(values):
+    """The greatest of a row, or of a block: of its rows first, since otherwise all of it would change places."""
+    greatest = tl.max(tl.abs(values), len(values.shape) - 1)
+    return tl.max(greatest, 0) if len(values.shape) > 1 else greatest
+
+
+@triton.jit
 def top_of(values):
     """The power of two below the greatest of a block; not so small that a GPU could not divide by it."""
-    bits = tl.max(tl.abs(values)).to(tl.int32, bitcast=True) & 0x7F800000
+    bits = greatest_of(values).to(tl.int32, bitcast=True) & 0x7F800000
     return tl.maximum(bits, 32 << 23).to(tl.float32, bitcast=True)  # at least 2^-95
 
 
@@ -82,12 +89,12 @@ def first_phi_kernel(
     phi, phi_tops,  # [b, i, j] float16, times the tops of x_inp, and [b, n]
     sums,  # [b, n, j] of phi over the rows of a tile
     n_inp,
-    n_out, n_c,  # j and q, in units of 8: then 16 bytes are loaded at once
+    n_out, n_c, phi_i,  # j, q, and the stride of rows of phi, in units of 8: then 16 bytes are loaded at once
     BLOCK_I: tl.constexpr,  # the rows of a tile
     BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """f(a_inp), and phi = f c of the first iteration, with the flat c."""
-    n_out, n_c = n_out * 8, n_c * 8
+    n_out, n_c, phi_i = n_out * 8, n_c * 8, phi_i * 8
     tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
     o_j = tl.arange(0, BLOCK_J)[None, :]
     m_j = o_j < n_out
@@ -102,7 +109,7 @@ def first_phi_kernel(
     b_phi *= x_top
     top = top_of(b_phi)
     tl.store(phi_tops + tile, top)
-    store_halves(b_phi, phi + row * n_out + o_j, top, m)
+    store_halves(b_phi, phi + row * phi_i + o_j, top, m)
 
 
 @triton.jit
@@ -111,14 +118,14 @@ def last_phi_kernel(
     c, x_tops, c_tops, bias, B_S, f,  # as above, and [j]
     phi, phi_tops, sums,  # as above
     phi_out,  # [b, i, j] phi itself, where SHOWN
-    n_inp, n_out, n_c,  # as above
+    n_inp, n_out, n_c, phi_i,  # as above
     PRIOR: tl.constexpr,  # an argument would be rounded
     SHOWN: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """phi = f (c_sum (R - prior) + c) of the second iteration."""
-    n_out, n_c = n_out * 8, n_c * 8
+    n_out, n_c, phi_i = n_out * 8, n_c * 8, phi_i * 8
     tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
     o_j = tl.arange(0, BLOCK_J)[None, :]
     m_j = o_j < n_out
@@ -136,7 +143,7 @@ def last_phi_kernel(
     b_phi *= x_top
     top = top_of(b_phi)
     tl.store(phi_tops + tile, top)
-    store_halves(b_phi, phi + row * n_out + o_j, top, m)
+    store_halves(b_phi, phi + row * phi_i + o_j, top, m)
 
 
 @triton.jit
@@ -148,14 +155,13 @@ def last_phi_backward_kernel(
     results, tops,  # [b, i, k] float16, times the tops of M, and [b, n]
     to_sum, sum_tops,  # [b, i, 2 j] float16, times the tops of x_inp, and [b, n]: gradients of dot and of c_sum
     sums,  # [b, n, 2 j] of these over the rows of a tile
-    n_inp, n_out, n_c, n_results,  # as above, k in units of 8 too
-    M_tops_b,
+    n_inp, n_out, n_c, results_i, to_sum_i, M_tops_b,  # as above, strides of rows in units of 8 too
     PRIOR: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """The gradient of ``last_phi_kernel``; results: phi, gradients of dot, nothing yet, of c_sum, of the flat c."""
-    n_out, n_c, n_results = n_out * 8, n_c * 8, n_results * 8
+    n_out, n_c, results_i, to_sum_i = n_out * 8, n_c * 8, results_i * 8, to_sum_i * 8
     tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
     o_j = tl.arange(0, BLOCK_J)[None, :]
     m_j = o_j < n_out
@@ -181,7 +187,7 @@ def last_phi_backward_kernel(
     tl.store(sums + n_out + o_j, tl.sum(grad_sum, 0)[None, :], mask=m_j)
     top = top_of(tl.maximum(tl.abs(grad_dot), tl.abs(grad_sum)) * x_top)
     tl.store(sum_tops + tile, top)
-    to_sum += row * 2 * n_out
+    to_sum += row * to_sum_i
     store_halves(grad_dot * x_top, to_sum + o_j, top, m)
     store_halves(grad_sum * x_top, to_sum + n_out + o_j, top, m)
     b_phi = u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0)
@@ -190,7 +196,7 @@ def last_phi_backward_kernel(
     g *= tl.load(c_tops + n_out + o_j, mask=m_j, other=0.0)
     top = top_of(tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(grad_dot)), tl.maximum(tl.abs(grad_sum), tl.abs(g))))
     tl.store(tops + tile, top)
-    results += row * n_results
+    results += row * results_i
     store_halves(b_phi, results + o_j, top, m)
     store_halves(grad_dot, results + n_out + o_j, top, m)
     store_halves(grad_sum, results + 3 * n_out + o_j, top, m)
@@ -207,18 +213,18 @@ def first_phi_backward_kernel(
     before, tops,  # [b, n] of results so far, and of these: not less
     to_sum, sum_tops,  # [b, i, j + 8] float16, times the tops of x_inp, and [b, n]: of flat c, of a_inp, zeros
     sums,  # [b, n, j + 1] of this and of that of a_inp over the rows of a tile
-    n_inp, n_out, n_c, n_results, M_tops_b,  # as above
+    n_inp, n_out, n_c, results_i, to_sum_i, M_tops_b,  # as above
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """The gradient of ``first_phi_kernel``, after that of ``last_phi_kernel``."""
-    n_out, n_c, n_results = n_out * 8, n_c * 8, n_results * 8
+    n_out, n_c, results_i, to_sum_i = n_out * 8, n_c * 8, results_i * 8, to_sum_i * 8
     tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
     o_j, o_a = tl.arange(0, BLOCK_J)[None, :], tl.arange(0, 8)[None, :]
     m_j = o_j < n_out
     m = m_i & m_j
     x_top = tl.load(x_tops + row, mask=m_i, other=0.0)
-    results += row * n_results
+    results += row * results_i
     M_tops += b * M_tops_b
     b_f = tl.load(f + row, mask=m_i, other=0.0)
     u = tl.where(m, beta_of(c + row * n_c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j), 0.0)
@@ -235,7 +241,7 @@ def first_phi_backward_kernel(
     tl.store(sums + n_out, tl.sum(a))
     top = top_of(tl.maximum(tl.abs(g), tl.abs(a)) * x_top)
     tl.store(sum_tops + tile, top)
-    to_sum += row * (n_out + 8)
+    to_sum += row * to_sum_i
     store_halves(g * x_top, to_sum + o_j, top, m)
     store_halves(tl.where(o_a == 0, a * x_top, 0.0), to_sum + n_out + o_a, top, m_i)
     b_phi, g, a = u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0), g * c_top, a * tl.load(c_tops + 2 * n_out)
@@ -252,8 +258,8 @@ def half_sums_kernel(
     tops,  # [b, n] of pairs
     parts,  # [b, n, q] sums of pairs over the rows of tiles, q <= k
     out, sums,  # [b, q, d], [b, q]
-    out_b, sums_b,
-    n_inp, n_columns, n_sums, d_inp,  # i, k, q, d; k and d in units of 8
+    pairs_i, out_b, sums_b,
+    n_inp, n_columns, n_sums, d_inp,  # i, k, q, d; k, d and pairs_i in units of 8
     BLOCK_I: tl.constexpr,  # the rows of a tile
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -261,7 +267,7 @@ def half_sums_kernel(
 ):  # fmt: skip
     """out = pairs^T x_inp, and the sums of pairs; a program has some features of a sample."""
     b, n_tiles = tl.program_id(1).to(tl.int64), tl.cdiv(n_inp, BLOCK_I)
-    n_columns, d_inp = n_columns * 8, d_inp * 8
+    n_columns, d_inp, pairs_i = n_columns * 8, d_inp * 8, pairs_i * 8
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     o_i, o_j = tl.arange(0, BLOCK_I)[:, None], tl.arange(0, BLOCK_J)[None, :]
     total = tl.zeros([BLOCK_D, BLOCK_J], tl.float32)
@@ -270,7 +276,7 @@ def half_sums_kernel(
     for k in tl.range(0, n_tiles, num_stages=STAGES):
         o_row, tile = k * BLOCK_I + o_i, b * n_tiles + k
         row, m_i = b * n_inp + o_row, o_row < n_inp
-        b_pairs = tl.load(pairs + row * n_columns + o_j, mask=m_i & (o_j < n_columns), other=0.0)
+        b_pairs = tl.load(pairs + row * pairs_i + o_j, mask=m_i & (o_j < n_columns), other=0.0)
         b_x = tl.load(x + row * d_inp + o_d, mask=m_i & (o_d < d_inp), other=0.0)
         total += tl.dot(tl.trans(b_x), b_pairs) * tl.load(tops + tile)
         b_sum += tl.load(parts + tile * n_sums + o_j, mask=m_sum, other=0.0)

@@ -59,8 +59,9 @@ class HalfInputs:
         """
         (b, i, d), k, q = self.x.shape, pairs.shape[-1], parts.shape[-1]
         half_sums_kernel[cdiv(d, FEATURES), b](
-            pairs, self.x, tops, parts, out, sums, out.stride(0), sums.stride(0), i, k // 8, q, d // 8,
-            BLOCK_I=ROWS, BLOCK_J=max(16, next_power_of_2(k)), BLOCK_D=FEATURES, STAGES=STAGES, num_warps=8,
+            pairs, self.x, tops, parts, out, sums, pairs.stride(1) // 8, out.stride(0), sums.stride(0), i, k // 8,
+            q, d // 8, BLOCK_I=ROWS, BLOCK_J=max(16, next_power_of_2(k)), BLOCK_D=FEATURES, STAGES=STAGES,
+            num_warps=8,
         )  # fmt: skip
 
 
@@ -79,7 +80,7 @@ class HalfGradient:
             return p.x_inp.new_empty(*shape, dtype=dtype)
 
         self.grad_x = grad_x
-        self.pairs = empty(b, i, 3 * j + aligned(2 * j + 1), dtype=torch.float16)  # [b, i, k]
+        self.pairs = new_pairs(p.x_inp, 3 * j + aligned(2 * j + 1))  # [b, i, k]
         self.M, self.M_tops = empty(b, 3 * j, d, dtype=torch.float16), empty(b, 3 * j)  # grad_y, x_hat, grad_y
         self.tops = empty(2, b, cdiv(i, ROWS))  # [2, b, n] of pairs, after each iteration
         self.grad_M, self.sums = empty(b, 3 * j + 1, d), empty(b, 3 * j + 1)  # of dot, c_sum, flat c, a_inp
@@ -94,9 +95,9 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
     half: HalfInputs = p.half
     W, W_tops, bias = half.shared  # [q, d], [q], [q]
     n, (b, i), j = half.n_tiles, half.tops.shape, p.n_out
-    phi, tops, parts = half.x.new_empty(b, i, j), y.new_empty(b, n), y.new_empty(b, n, j)
+    phi, tops, parts = new_pairs(p.x_inp, j), y.new_empty(b, n), y.new_empty(b, n, j)  # [b, i, j], ...
     blocks = {"BLOCK_I": ROWS, "BLOCK_J": next_power_of_2(j), "num_warps": WARPS}
-    sizes, of_c = (i, j // 8, kept.shape[-1] // 8), (kept, half.tops, W_tops, bias)
+    sizes, of_c = (i, j // 8, kept.shape[-1] // 8, phi.stride(1) // 8), (kept, half.tops, W_tops, bias)
     if M is None:
         product(half.x.flatten(0, 1), W.mT, kept.flatten(0, 1))
         first_phi_kernel[n, b](
@@ -128,10 +129,10 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
     pairs = grad_s.new_empty(b, i, M.shape[1])  # [b, i, 2 j or j]
     product(half.x, halves.mT, pairs)
     grad_M, sums = into.grad_M[:, summed], into.sums[:, summed]  # [b, 2 j or j + 1, d], [b, 2 j or j + 1]
-    to_sum, sum_tops = half.x.new_empty(b, i, aligned(sums.shape[1])), grad_s.new_empty(b, n)  # and [b, n]
+    to_sum, sum_tops = new_pairs(p.x_inp, aligned(sums.shape[1])), grad_s.new_empty(b, n)  # [b, i, .], [b, n]
     parts = grad_s.new_empty(b, n, sums.shape[1])  # [b, n, 2 j or j + 1]
     of_pairs, of_sums = (pairs, M_tops, kept, half.tops, W_tops, bias), (to_sum, sum_tops, parts)
-    sizes = i, j // 8, kept.shape[-1] // 8, into.pairs.shape[-1] // 8, M_tops.stride(0)
+    sizes = i, j // 8, kept.shape[-1] // 8, into.pairs.stride(1) // 8, to_sum.stride(1) // 8, M_tops.stride(0)
     blocks = {"BLOCK_I": ROWS, "BLOCK_J": next_power_of_2(j), "num_warps": WARPS}
     if not first:
         last_phi_backward_kernel[n, b](
@@ -148,6 +149,11 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
     if into.grad_x is not None:
         input_gradient_of_batch(into.pairs, into.M, W, into.tops, into.grad_x)
     return None
+
+
+def new_pairs(x_inp: Tensor, k: int) -> Tensor:
+    """Memory for pairs in float16, [b, i, k], in rows of whole 128 bytes: less is not written at once."""
+    return x_inp.new_empty(*x_inp.shape[:2], cdiv(k, 64) * 64, dtype=torch.float16)[..., :k]
 
 
 def fill_halves(values: Tensor, out: Tensor, tops: Tensor, n_free: int = 0) -> None:

@@ -81,22 +81,35 @@ template <int STAGES, int BYTES, int WARPS> struct Parts {
         __syncthreads();
     }
     INLINE void wait_for(int k) const { wait(barrier(0, k), k / STAGES); }
-    INLINE void done(int k) const {
-        if (threadIdx.x % 32 == 0) arrive(barrier(1, k));
-    }
-    INLINE void feed() const {  // what one thread does for all others, which say that they are done
-        for (int k = 0; k + STAGES < n; ++k) {
-            wait(barrier(1, k), k / STAGES);
-            load(k + STAGES);
-        }
-    }
-    // The same where no thread is there for that alone.
     INLINE void used(int k) const {  // the part before is free when the slowest warp is done with it
-        done(k);
+        if (threadIdx.x % 32 == 0) arrive(barrier(1, k));
         if (threadIdx.x == 0 && k) {
             wait(barrier(1, k - 1), (k - 1) / STAGES);
             load(k - 1 + STAGES);
         }
+    }
+    // The same of few stages: the last warp to use a part loads the next into its place. Counts are where those
+    // barriers are.
+    INLINE void start_counting() const {
+        if (threadIdx.x == 0)
+            for (int k = 0; k < STAGES; ++k) {
+                barrier_init(barrier(0, k));
+                count(k, 0);
+                load(k);
+            }
+        __syncthreads();
+    }
+    INLINE void count(int k, u32 n) const {
+        asm volatile("st.shared.u32 [%0], %1;" :: "r"(barrier(1, k)), "r"(n) : "memory");
+    }
+    INLINE void used_counting(int k) const {
+        if (threadIdx.x % 32) return;
+        u32 others;
+        asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
+                     : "=r"(others) : "r"(barrier(1, k)) : "memory");
+        if (others < WARPS - 1 || k + STAGES >= n) return;
+        count(k, 0);
+        load(k + STAGES);
     }
     INLINE void finish(int k) const {  // what is on its way arrives before the memory is somebody else's
         if (threadIdx.x == 0)

@@ -16,7 +16,7 @@
 // last has; UNIT_ROWS, how many rows share a unit; COLUMNS, of a part of M; STAGES, how many parts are there at a
 // time; and gradient_mma, which multiplies on the tensor cores.
 
-constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64;  // in a BATCH 32 threads more, which load M
+constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64;
 constexpr int N_WAITING = 2 * N_OUT * WAITING;
 constexpr int N_PAIRS = N_WAITING + N_LAST, K = (N_PAIRS + 31) / 32 * 32;  // all pairs of a row, padded
 
@@ -105,7 +105,7 @@ struct Group {
         }
         mma_commit();
         mma_wait(total);
-        if (BATCH) M.done(k); else M.used(k);
+        if (BATCH) M.used_counting(k); else M.used(k);
     }
 
     // Where 4 products of a row of this warp are: all lanes that write or read at once have other banks.
@@ -141,7 +141,7 @@ struct Group {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32 * BATCH, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     input_gradient(const unsigned short* waiting, const unsigned short* phi, const unsigned short* M,
                    const float* top, const float* x, const float* W_A, const float* grad_a, float* grad_x,
                    float* grad_W_A, int n, int d, int waiting_i, int phi_i, int top_t, int x_i, int W_A_i,
@@ -154,11 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * BATCH, 1)
     const Arguments p{waiting, phi, M,         top,   x,     W_A, grad_a, grad_x,   grad_W_A,
                       n,       d,   waiting_i, phi_i, top_t, x_i, W_A_i,  grad_x_i, grad_W_A_i};
     Group group(p, memory);
-    group.M.start();
-    if (BATCH && threadIdx.x >= THREADS) {
-        if (threadIdx.x == THREADS) group.M.feed();
-        return;
-    }
+    if (BATCH) group.M.start_counting(); else group.M.start();
     const int block = blockIdx.x * GROUPS * ROWS;
     group.load_pairs(block);
     for (int k = 0; k < d / COLUMNS; ++k) {

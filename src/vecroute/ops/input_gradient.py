@@ -102,7 +102,7 @@ def launch(sizes: Sizes, b: int, i: int, d: int, tensors: tuple, strides: list[i
     with torch.cuda.device(tensors[0].device):
         kernel(sizes, tensors[0].device)(
             grid=(cdiv(i, GROUPS * ROWS), b, 1),
-            block=(128 * GROUPS + 32 * sizes.batch, 1, 1),
+            block=(128 * GROUPS, 1, 1),
             args=[*tensors, i, d, *strides],
             shared_mem=shared_bytes(sizes),
         )
