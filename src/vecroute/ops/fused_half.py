@@ -1,8 +1,8 @@
 """Triton kernels over float16 with units, in the words of ``fused_pairs``.
 
 A *top* is a power of two: what is float16 is 2^14 times numbers over it, so that those 2^-28 of the greatest
-still have all digits. Rows of x_inp and of M have one each, pairs one for each tile of rows. All outputs are
-one block.
+still have all digits. Rows of x_inp, of M and of pairs have one each; pairs that are summed over inputs have one
+for each tile of rows. All outputs are one block.
 """
 
 import triton
@@ -12,17 +12,22 @@ from vecroute.ops.fused_pairs import f_of
 
 
 @triton.jit
-def greatest_of(values):
-    """The greatest of a row, or of a block: of its rows first, since otherwise all of it would change places."""
-    greatest = tl.max(tl.abs(values), len(values.shape) - 1)
-    return tl.max(greatest, 0) if len(values.shape) > 1 else greatest
+def below(greatest):
+    """The power of two below a number; not so small that a GPU could not divide by it."""
+    bits = greatest.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(bits, 32 << 23).to(tl.float32, bitcast=True)  # at least 2^-95
+
+
+@triton.jit
+def top_of_rows(values):
+    """Of a block of numbers that are not negative, [i, j], those of its rows, [i, 1]."""
+    return below(tl.max(values, 1)[:, None])
 
 
 @triton.jit
 def top_of(values):
-    """The power of two below the greatest of a block; not so small that a GPU could not divide by it."""
-    bits = greatest_of(values).to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.maximum(bits, 32 << 23).to(tl.float32, bitcast=True)  # at least 2^-95
+    """The one of the same; by its rows, since otherwise all of it would change places."""
+    return below(tl.max(tl.max(values, 1), 0))
 
 
 @triton.jit
@@ -38,7 +43,7 @@ def halves_kernel(
     row, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o = tl.arange(0, BLOCK)
     b_values = tl.load(values + b * values_b + row * values_i + o, mask=o < d_inp, other=0.0)
-    top = tl.maximum(top_of(b_values), tl.where(row < n_free, 0.0, 1.0 / 2**10))
+    top = tl.maximum(below(tl.max(tl.abs(b_values), 0)), tl.where(row < n_free, 0.0, 1.0 / 2**10))
     tl.store(tops + b * tops_b + row, top)
     tl.store(out + b * out_b + row * d_inp + o, (b_values * (16384.0 / top)).to(tl.float16), mask=o < d_inp)
 
@@ -107,7 +112,7 @@ def first_phi_kernel(
     b_phi = tl.where(m, b_f * beta_of(c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j), 0.0)
     tl.store(sums + tile * n_out + o_j, tl.sum(b_phi, 0)[None, :], mask=m_j)
     b_phi *= x_top
-    top = top_of(b_phi)
+    top = top_of(tl.abs(b_phi))
     tl.store(phi_tops + tile, top)
     store_halves(b_phi, phi + row * phi_i + o_j, top, m)
 
@@ -141,7 +146,7 @@ def last_phi_kernel(
         tl.store(phi_out + row * n_out + o_j, b_phi, mask=m)
     tl.store(sums + tile * n_out + o_j, tl.sum(b_phi, 0)[None, :], mask=m_j)
     b_phi *= x_top
-    top = top_of(b_phi)
+    top = top_of(tl.abs(b_phi))
     tl.store(phi_tops + tile, top)
     store_halves(b_phi, phi + row * phi_i + o_j, top, m)
 
@@ -152,7 +157,7 @@ def last_phi_backward_kernel(
     c, x_tops, c_tops, bias, B_S, f,  # as above
     grad_s,  # [b, j]
     grad_f,  # [b, i], filled
-    results, tops,  # [b, i, k] float16, times the tops of M, and [b, n]
+    results, tops,  # [b, i, k] float16, times the tops of M, and [b, i]
     to_sum, sum_tops,  # [b, i, 2 j] float16, times the tops of x_inp, and [b, n]: gradients of dot and of c_sum
     sums,  # [b, n, 2 j] of these over the rows of a tile
     n_inp, n_out, n_c, results_i, to_sum_i, M_tops_b,  # as above, strides of rows in units of 8 too
@@ -194,8 +199,9 @@ def last_phi_backward_kernel(
     grad_dot *= tl.load(M_tops + n_out + o_j, mask=m_j, other=0.0)
     grad_sum *= tl.load(c_tops + o_j, mask=m_j, other=0.0)
     g *= tl.load(c_tops + n_out + o_j, mask=m_j, other=0.0)
-    top = top_of(tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(grad_dot)), tl.maximum(tl.abs(grad_sum), tl.abs(g))))
-    tl.store(tops + tile, top)
+    greatest = tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(grad_dot)), tl.maximum(tl.abs(grad_sum), tl.abs(g)))
+    top = top_of_rows(greatest)
+    tl.store(tops + row, top, mask=m_i)
     results += row * results_i
     store_halves(b_phi, results + o_j, top, m)
     store_halves(grad_dot, results + n_out + o_j, top, m)
@@ -210,7 +216,7 @@ def first_phi_backward_kernel(
     grad_s,  # [b, j]
     grad_f,  # [b, i], turned into the gradient of W_A x_inp
     results,  # [b, i, k], as above; filled up with phi, the gradient of the flat c, that of a_inp, and zeros
-    before, tops,  # [b, n] of results so far, and of these: not less
+    before, tops,  # [b, i] of results so far, and of these: not less
     to_sum, sum_tops,  # [b, i, j + 8] float16, times the tops of x_inp, and [b, n]: of flat c, of a_inp, zeros
     sums,  # [b, n, j + 1] of this and of that of a_inp over the rows of a tile
     n_inp, n_out, n_c, results_i, to_sum_i, M_tops_b,  # as above
@@ -233,7 +239,7 @@ def first_phi_backward_kernel(
     a = tl.load(grad_f + row, mask=m_i, other=0.0) + tl.sum(u * grad_phi, 1)[:, None]
     a *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
     tl.store(grad_f + row, a, mask=m_i)
-    old, c_top = tl.load(before + tile), tl.load(c_tops + n_out + o_j, mask=m_j, other=1.0)
+    old, c_top = tl.load(before + row, mask=m_i, other=0.0), tl.load(c_tops + n_out + o_j, mask=m_j, other=1.0)
     g = tl.load(results + 4 * n_out + o_j, mask=m, other=0.0).to(tl.float32) * (old * (1.0 / 2**14) / c_top)
     g += tl.where(m, grad_phi * b_f, 0.0)
     sums += tile * (n_out + 1)
@@ -245,8 +251,8 @@ def first_phi_backward_kernel(
     store_halves(g * x_top, to_sum + o_j, top, m)
     store_halves(tl.where(o_a == 0, a * x_top, 0.0), to_sum + n_out + o_a, top, m_i)
     b_phi, g, a = u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0), g * c_top, a * tl.load(c_tops + 2 * n_out)
-    top = tl.maximum(top_of(tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(g)), tl.abs(a))), old)
-    tl.store(tops + tile, top)
+    top = tl.maximum(top_of_rows(tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(g)), tl.abs(a))), old)
+    tl.store(tops + row, top, mask=m_i)
     store_halves(b_phi, results + 2 * n_out + o_j, top, m)
     store_halves(g, results + 4 * n_out + o_j, top, m)
     store_halves(tl.where(o_a == 0, a, 0.0), results + 5 * n_out + o_a, top, m_i)

@@ -7,7 +7,7 @@ from vecroute.ops import input_gradient
 from vecroute.ops.common import aligned, cdiv
 from vecroute.ops.problem import Problem
 
-ROWS = input_gradient.UNIT_ROWS  # of a tile, whose pairs share a unit
+ROWS = 64  # of a tile; what is to be summed over them shares a unit
 FEATURES = 128  # that a program of a sum over inputs has
 LEAST_BYTES = 2**26  # of x_inp; below, all of it may stay in the cache
 MOST_OUTPUTS, MOST_FEATURES = 128, 8192  # that a kernel has in its registers

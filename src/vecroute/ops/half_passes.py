@@ -82,7 +82,7 @@ class HalfGradient:
         self.grad_x = grad_x
         self.pairs = new_pairs(p.x_inp, 3 * j + aligned(2 * j + 1))  # [b, i, k]
         self.M, self.M_tops = empty(b, 3 * j, d, dtype=torch.float16), empty(b, 3 * j)  # grad_y, x_hat, grad_y
-        self.tops = empty(2, b, cdiv(i, ROWS))  # [2, b, n] of pairs, after each iteration
+        self.tops = empty(2, b, i)  # [2, b, i] of pairs, after each iteration
         self.grad_M, self.sums = empty(b, 3 * j + 1, d), empty(b, 3 * j + 1)  # of dot, c_sum, flat c, a_inp
 
     def new_matrix(self, p: Problem, first: bool) -> Tensor:

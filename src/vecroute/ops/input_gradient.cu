@@ -13,8 +13,8 @@
 // Pairs may wait in the rows of grad_W_A: a row is read and written by one warp alone.
 //
 // Before this file come hopper.cu; BATCH; WAITING, the iterations that wait; N_OUT; N_LAST, how many pairs the
-// last has; UNIT_ROWS, how many rows share a unit; COLUMNS, of a part of M; STAGES, how many parts are there at a
-// time; and gradient_mma, which multiplies on the tensor cores.
+// last has; COLUMNS, of a part of M; STAGES, how many parts are there at a time; and gradient_mma, which multiplies
+// on the tensor cores.
 
 constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64;
 constexpr int N_WAITING = 2 * N_OUT * WAITING;
@@ -23,12 +23,12 @@ constexpr int N_PAIRS = N_WAITING + N_LAST, K = (N_PAIRS + 31) / 32 * 32;  // al
 // Places in shared memory, in bytes.
 constexpr int TILE = COLUMNS * 128;  // 64 pairs of a part of M, as the tensor cores read them
 constexpr int STAGE = (K + 63) / 64 * TILE;
-constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][64 columns], after the order of the tensor cores
-constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * 64 * 4;  // of M
+constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], after the order of the tensor cores
+constexpr int BARRIERS = PRODUCTS + (1 - BATCH) * GROUPS * ROWS * COLUMNS * 4;  // of M
 
 struct Arguments {
     const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, N_LAST], [d / 64] stages
-    const float* top;                         // [WAITING + 1, units] of pairs, ascending powers of two
+    const float* top;                         // [WAITING + 1, i] units of pairs, ascending powers of two
     const float *x, *W_A, *grad_a;            // [i, d], [i, d], [i]; none in a BATCH
     float *grad_x, *grad_W_A;                 // [i, d]; the second not in a BATCH
     int n, d, waiting_i, phi_i, top_t, x_i, W_A_i, grad_x_i, grad_W_A_i;  // sizes, and strides of rows
@@ -58,7 +58,7 @@ struct Group {
             const size_t i = inside ? row : 0;
             const unsigned short* waiting = p.waiting + i * p.waiting_i;
             const unsigned short* phi = p.phi + i * p.phi_i - N_WAITING;
-            const float* top = p.top + i / UNIT_ROWS;
+            const float* top = p.top + i;
             const float last = inside ? top[(size_t)WAITING * p.top_t] : 0.f;
             unit[h] = last * (1.f / (1 << 28));  // both operands are times 2^14
 #pragma unroll
@@ -111,26 +111,23 @@ struct Group {
     // Where 4 products of a row of this warp are: all lanes that write or read at once have other banks.
     INLINE float4* place(int row, int four) const {
         const int at = four ^ row % 2 * 4 ^ row / 2 % 4;
-        return (float4*)(shared + PRODUCTS) + (warp * 16 + row) * 16 + at;
+        return (float4*)(shared + PRODUCTS) + (warp * 16 + row) * COLUMNS / 4 + at;
     }
-    INLINE void store(int block, int column, const float* total) {  // 64 columns
+    // Four products of a row, next to each other: of rows lane / 4 and that + 8, of every 16 columns.
+    INLINE float4 four(int i) const {
+        const float u = unit[i % 2], *r = total + i / 2 * 8 + i % 2 * 2;
+        return make_float4(u * r[0], u * r[1], u * r[4], u * r[5]);
+    }
+    INLINE void store(int block, int column) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float u = unit[i % 2], *r = total + i / 2 * 8 + i % 2 * 2;
-            *place(lane / 4 + i % 2 * 8, i / 2 * 4 + lane % 4) =
-                make_float4(u * r[0], u * r[1], u * r[4], u * r[5]);
-        }
+        for (int i = 0; i < 8; ++i) *place(lane / 4 + i % 2 * 8, i / 2 * 4 + lane % 4) = four(i);
         __syncwarp();
         const int c = column + lane % 16 * 4;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float4 r = *place(2 * i + lane / 16, lane % 16);
-            if (!inside(block, i)) continue;
-            if (BATCH) {
-                __stcs((float4*)(p.grad_x + row(block, i) * p.grad_x_i + c), r);
-            } else {
-                const float4 v = x[i], w = W[i];
-                const float s = a[i];
+            const float4 r = *place(2 * i + lane / 16, lane % 16), v = x[i], w = W[i];
+            const float s = a[i];
+            if (inside(block, i)) {
                 __stcs((float4*)(p.grad_W_A + row(block, i) * p.grad_W_A_i + c),
                        make_float4(s * v.x, s * v.y, s * v.z, s * v.w));
                 __stcs((float4*)(p.grad_x + row(block, i) * p.grad_x_i + c),
@@ -138,6 +135,16 @@ struct Group {
             }
         }
         __syncwarp();
+    }
+    // The same where there is nothing to add.
+    INLINE void store_products(int block, int column) {
+        const int first = block + warp * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 8; ++i) {
+            const int row = first + i % 2 * 8;
+            float* to = p.grad_x + (size_t)row * p.grad_x_i + column + i / 2 * 16 + lane % 4 * 4;
+            if (row < p.n) __stcs((float4*)to, four(i));
+        }
     }
 };
 
@@ -150,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Samples follow each other; one has the block in y.
     const size_t sample = blockIdx.y, before = sample * n;
     waiting += before * waiting_i, phi += before * phi_i, grad_x += before * grad_x_i;
-    M += sample * (d / COLUMNS) * (STAGE / 2), top += sample * ((n + UNIT_ROWS - 1) / UNIT_ROWS);
+    M += sample * (d / COLUMNS) * (STAGE / 2), top += before;
     const Arguments p{waiting, phi, M,         top,   x,     W_A, grad_a, grad_x,   grad_W_A,
                       n,       d,   waiting_i, phi_i, top_t, x_i, W_A_i,  grad_x_i, grad_W_A_i};
     Group group(p, memory);
@@ -160,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int k = 0; k < d / COLUMNS; ++k) {
         if (!BATCH) group.load_inputs(block, k * COLUMNS);
         group.multiply(k);
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c += 64) group.store(block, k * COLUMNS + c, group.total + c / 2);
+        if (BATCH) group.store_products(block, k * COLUMNS);
+        else group.store(block, k * COLUMNS);
     }
     if (!BATCH) group.M.finish(d / COLUMNS);
 }

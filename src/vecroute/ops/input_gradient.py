@@ -15,7 +15,6 @@ from vecroute.ops.common import aligned, cdiv
 from vecroute.ops.problem import Problem
 
 GROUPS, ROWS = 2, 64  # a block has so many groups of 128 threads, each with so many rows
-UNIT_ROWS = 64  # of a batch, which share a unit
 
 
 class Sizes(NamedTuple):
@@ -72,7 +71,7 @@ def input_gradient_of_batch(pairs: Tensor, M: Tensor, shared: Tensor, tops: Tens
     Args:
         pairs: [b, i, k] of ``half_passes.HalfGradient``, in float16.
         M, shared: [b, 3 j, d] and [k - 3 j, d] their matrix, in float16.
-        tops: [2, b, tiles] powers of two, ascending, the first iteration last.
+        tops: [2, b, i] powers of two, ascending, the first iteration last.
     """
     (b, i, d), j = grad_x.shape, M.shape[1] // 3
     sizes = of_many(j)
@@ -89,11 +88,10 @@ def input_gradient_of_batch(pairs: Tensor, M: Tensor, shared: Tensor, tops: Tens
 
 def _without_kernel(sizes: Sizes, pairs, M, shared, tops, grad_x) -> None:
     """The same by PyTorch, where kernels are interpreted."""
-    j, (b, i, k) = sizes.n_out, pairs.shape
+    j, (b, _, k) = sizes.n_out, pairs.shape
     of_second = torch.arange(k) // j  # which blocks of outputs are of the second iteration
     of_second = (of_second < 2) | (of_second == 3)  # [k]
-    units = torch.repeat_interleave(tops, UNIT_ROWS, -1)[..., :i, None]  # [2, b, i, 1]
-    pairs = pairs * torch.where(of_second, units[0], units[1]) / 2**28  # [b, i, k]
+    pairs = pairs * torch.where(of_second, tops[0, ..., None], tops[1, ..., None]) / 2**28  # [b, i, k]
     torch.bmm(pairs, torch.cat((M, shared.expand(b, -1, -1)), 1).float(), out=grad_x)
 
 
@@ -124,15 +122,15 @@ def kernel(sizes: Sizes, device: torch.device) -> Any:
 def source(sizes: Sizes) -> str:
     """The kernel for sizes that it has as constants."""
     constants = f"constexpr int WAITING = {sizes.waiting}, N_OUT = {sizes.n_out}, N_LAST = {sizes.n_last};\n"
-    constants += f"constexpr int BATCH = {int(sizes.batch)}, UNIT_ROWS = {UNIT_ROWS if sizes.batch else 1};\n"
-    constants += f"constexpr int COLUMNS = {sizes.columns}, STAGES = {sizes.stages};\n"
+    constants += f"constexpr int BATCH = {int(sizes.batch)}, COLUMNS = {sizes.columns}, STAGES = {sizes.stages};\n"
     multiply = hopper.multiplication("gradient_mma", sizes.columns // 8, in_registers=True)
     return hopper.source("input_gradient.cu", constants, multiply)
 
 
 def shared_bytes(sizes: Sizes) -> int:
     """The size of shared memory, as ``input_gradient.cu`` divides it."""
-    return sizes.stages * (stage_bytes(sizes) + 2 * 8) + GROUPS * ROWS * 64 * 4
+    products = 0 if sizes.batch else GROUPS * ROWS * sizes.columns * 4
+    return sizes.stages * (stage_bytes(sizes) + 2 * 8) + products
 
 
 def stage_bytes(sizes: Sizes) -> int:
