@@ -44,8 +44,12 @@ def test_by_columns_of_batch(n, k, nan_filled_memory):
     """As of each sample alone, with the rows that all share after its own."""
     M, shared = torch.randn(3, n, 128).half(), torch.randn(k - n, 128).half()
     for columns in (64, 128):
-        arranged = arrange.by_columns_of_batch(M, shared, columns)  # [3, 128 / columns, k / 64, columns, 8, 8]
+        arranged = arrange.by_columns_of_batch(
+            M, shared, columns
+        )  # [3, 128 / columns, k / 64, columns, 8, 8]
         for found, own in zip(arranged, M, strict=True):
             rows = torch.cat((own, shared)).float() / 2**14
-            one = arrange.by_columns(rows, torch.ones(k, 1)).movedim(0, 1).flatten(1, 2)  # [k / 64, 128, 8, 8]
+            one = (
+                arrange.by_columns(rows, torch.ones(k, 1)).movedim(0, 1).flatten(1, 2)
+            )  # [k / 64, 128, 8, 8]
             assert torch.equal(found.movedim(0, 1).flatten(1, 2), one)

@@ -44,7 +44,14 @@ def test_shared_memory_is_as_large_as_the_kernel_divides(batch, waiting, n_out, 
     of_one, of_many = input_gradient.of_one, input_gradient.of_many
     sizes = of_many(n_out) if batch else of_one(waiting, n_out)
     waiting = sizes.waiting
-    given = {"WAITING": waiting, "N_OUT": n_out, "N_LAST": sizes.n_last, "BATCH": int(batch), "STAGES": sizes.stages, "COLUMNS": sizes.columns}
+    given = {
+        "WAITING": waiting,
+        "N_OUT": n_out,
+        "N_LAST": sizes.n_last,
+        "BATCH": int(batch),
+        "STAGES": sizes.stages,
+        "COLUMNS": sizes.columns,
+    }
     constants = named_constants("input_gradient.cu", given)
     assert input_gradient.shared_bytes(sizes) == constants["BARRIERS"] + 2 * sizes.stages * 8
     assert input_gradient.stage_bytes(sizes) == constants["STAGE"]

@@ -22,7 +22,7 @@ from vecroute.ops import fused_half, fused_product, fused_rows, fused_steps, fus
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
 POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
 POINTERS += " beta_use beta_ign sums values W_use W_ign B_use B_ign bias"
-POINTERS += " c x_tops M_tops c_tops phi_tops sum_tops before phi_out"
+POINTERS += " c x_tops M_tops c_tops phi_tops sum_tops before phi_out flat_sums"
 POINTERS = POINTERS.split()
 
 

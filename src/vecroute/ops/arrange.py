@@ -34,10 +34,11 @@ def columns_kernel(
     WIDE: tl.constexpr,  # how many times 64 the columns are
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """out = M of a sample and after it the rows that all share, some columns d at a time, as threads multiply them.
+    """out = M of a sample and after it the rows that all share, in the order in which threads multiply.
 
-    Of 32 rows k a thread has 8, of which it multiplies 4 at a time, two of them in each half of 16. Of 16
-    columns it has 4 next to each other. Where WEIGHTED, rows are times 2^14 and over their weights.
+    Some columns d go at a time. Of 32 rows k a thread has 8, of which it multiplies 4 at a time, two in
+    each half of 16. Of 16 columns it has 4 next to each other. Where WEIGHTED, rows are times 2^14 and over
+    their weights.
     """
     tile, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o = tl.arange(0, 64)

@@ -1,8 +1,8 @@
 """Triton kernels over float16 with units, in the words of ``fused_pairs``.
 
 A *top* is a power of two: what is float16 is 2^14 times numbers over it, so that those 2^-28 of the greatest
-still have all digits. Rows of x_inp, of M and of pairs have one each; pairs that are summed over inputs have one
-for each tile of rows. All outputs are one block.
+still have all digits. Rows of x_inp, of M and of pairs have one each; pairs that are summed over inputs have
+one for each tile of rows. All outputs are one block.
 """
 
 import triton
@@ -50,8 +50,8 @@ def halves_kernel(
 
 @triton.jit
 def rows_of_tile(n_inp, BLOCK_I: tl.constexpr):
-    """Of a program for a tile of a sample: which tile, which sample, its rows in x_inp, and those that there are."""
-    b = tl.program_id(1).to(tl.int64)
+    """Of a program for a tile of a sample: which tile, which sample, its rows, and those that there are."""
+    b = tl.program_id(1)
     o_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
     return b * tl.num_programs(0) + tl.program_id(0), b, b * n_inp + o_i, o_i < n_inp
 
@@ -158,14 +158,14 @@ def last_phi_backward_kernel(
     grad_s,  # [b, j]
     grad_f,  # [b, i], filled
     results, tops,  # [b, i, k] float16, times the tops of M, and [b, i]
-    to_sum, sum_tops,  # [b, i, 2 j] float16, times the tops of x_inp, and [b, n]: gradients of dot and of c_sum
-    sums,  # [b, n, 2 j] of these over the rows of a tile
+    to_sum, sum_tops,  # [b, i, 2 j] float16, times the tops of x_inp, and [b, n]: of dot and of c_sum
+    sums, flat_sums,  # [b, n, 2 j] of these over the rows of a tile, and [b, n, j] of that of the flat c
     n_inp, n_out, n_c, results_i, to_sum_i, M_tops_b,  # as above, strides of rows in units of 8 too
     PRIOR: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``last_phi_kernel``; results: phi, gradients of dot, nothing yet, of c_sum, of the flat c."""
+    """The gradient of ``last_phi_kernel``; results: phi, of dot, nothing yet, of c_sum, of the flat c."""
     n_out, n_c, results_i, to_sum_i = n_out * 8, n_c * 8, results_i * 8, to_sum_i * 8
     tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
     o_j = tl.arange(0, BLOCK_J)[None, :]
@@ -178,8 +178,12 @@ def last_phi_backward_kernel(
     z = product_of(pairs + n_out, M_tops + n_out, x_top, o_j, m_i, m_j)
     R, rest = competition(z + tl.load(B_S + o_j, mask=m_j, other=0.0).to(tl.float32), m_j)
     c_sum = beta_of(c, c_tops, bias, x_top, o_j, m_i, m_j)
-    u = tl.where(m, c_sum * (R - PRIOR) + beta_of(c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j), 0.0)
-    grad_phi = product_of(pairs, M_tops, x_top, o_j, m_i, m_j) + tl.load(grad_s + b * n_out + o_j, mask=m_j, other=0.0)
+    u = tl.where(
+        m, c_sum * (R - PRIOR) + beta_of(c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j), 0.0
+    )
+    grad_phi = product_of(pairs, M_tops, x_top, o_j, m_i, m_j) + tl.load(
+        grad_s + b * n_out + o_j, mask=m_j, other=0.0
+    )
     tl.store(grad_f + row, tl.sum(u * grad_phi, 1)[:, None], mask=m_i)
     b_f = tl.load(f + row, mask=m_i, other=0.0)
     g = tl.where(m, grad_phi * b_f, 0.0)  # of the flat c
@@ -190,6 +194,7 @@ def last_phi_backward_kernel(
     sums += tile * 2 * n_out
     tl.store(sums + o_j, tl.sum(grad_dot, 0)[None, :], mask=m_j)
     tl.store(sums + n_out + o_j, tl.sum(grad_sum, 0)[None, :], mask=m_j)
+    tl.store(flat_sums + tile * n_out + o_j, tl.sum(g, 0)[None, :], mask=m_j)
     top = top_of(tl.maximum(tl.abs(grad_dot), tl.abs(grad_sum)) * x_top)
     tl.store(sum_tops + tile, top)
     to_sum += row * to_sum_i
@@ -199,7 +204,9 @@ def last_phi_backward_kernel(
     grad_dot *= tl.load(M_tops + n_out + o_j, mask=m_j, other=0.0)
     grad_sum *= tl.load(c_tops + o_j, mask=m_j, other=0.0)
     g *= tl.load(c_tops + n_out + o_j, mask=m_j, other=0.0)
-    greatest = tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(grad_dot)), tl.maximum(tl.abs(grad_sum), tl.abs(g)))
+    greatest = tl.maximum(
+        tl.maximum(tl.abs(b_phi), tl.abs(grad_dot)), tl.maximum(tl.abs(grad_sum), tl.abs(g))
+    )
     top = top_of_rows(greatest)
     tl.store(tops + row, top, mask=m_i)
     results += row * results_i
@@ -217,8 +224,9 @@ def first_phi_backward_kernel(
     grad_f,  # [b, i], turned into the gradient of W_A x_inp
     results,  # [b, i, k], as above; filled up with phi, the gradient of the flat c, that of a_inp, and zeros
     before, tops,  # [b, i] of results so far, and of these: not less
-    to_sum, sum_tops,  # [b, i, j + 8] float16, times the tops of x_inp, and [b, n]: of flat c, of a_inp, zeros
+    to_sum, sum_tops,  # [b, i, j + 8] float16, times the tops of x_inp, and [b, n]: of these, and zeros
     sums,  # [b, n, j + 1] of this and of that of a_inp over the rows of a tile
+    flat_sums,  # [b, n, j] of this so far, before it was rounded
     n_inp, n_out, n_c, results_i, to_sum_i, M_tops_b,  # as above
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -239,18 +247,27 @@ def first_phi_backward_kernel(
     a = tl.load(grad_f + row, mask=m_i, other=0.0) + tl.sum(u * grad_phi, 1)[:, None]
     a *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
     tl.store(grad_f + row, a, mask=m_i)
-    old, c_top = tl.load(before + row, mask=m_i, other=0.0), tl.load(c_tops + n_out + o_j, mask=m_j, other=1.0)
+    old, c_top = (
+        tl.load(before + row, mask=m_i, other=0.0),
+        tl.load(c_tops + n_out + o_j, mask=m_j, other=1.0),
+    )
     g = tl.load(results + 4 * n_out + o_j, mask=m, other=0.0).to(tl.float32) * (old * (1.0 / 2**14) / c_top)
-    g += tl.where(m, grad_phi * b_f, 0.0)
+    own = tl.where(m, grad_phi * b_f, 0.0)
+    g += own
     sums += tile * (n_out + 1)
-    tl.store(sums + o_j, tl.sum(g, 0)[None, :], mask=m_j)
+    b_sum = tl.sum(own, 0)[None, :] + tl.load(flat_sums + tile * n_out + o_j, mask=m_j, other=0.0)
+    tl.store(sums + o_j, b_sum, mask=m_j)
     tl.store(sums + n_out, tl.sum(a))
     top = top_of(tl.maximum(tl.abs(g), tl.abs(a)) * x_top)
     tl.store(sum_tops + tile, top)
     to_sum += row * to_sum_i
     store_halves(g * x_top, to_sum + o_j, top, m)
     store_halves(tl.where(o_a == 0, a * x_top, 0.0), to_sum + n_out + o_a, top, m_i)
-    b_phi, g, a = u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0), g * c_top, a * tl.load(c_tops + 2 * n_out)
+    b_phi, g, a = (
+        u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0),
+        g * c_top,
+        a * tl.load(c_tops + 2 * n_out),
+    )
     top = tl.maximum(top_of_rows(tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(g)), tl.abs(a))), old)
     tl.store(tops + row, top, mask=m_i)
     store_halves(b_phi, results + 2 * n_out + o_j, top, m)

@@ -30,7 +30,7 @@ def shared_rows_kernel(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Rows that give c_sum, if WITH_SUM, then c_ign, or if FLAT the flat c, then a_inp, then zeros; and biases."""
+    """Rows that give c_sum, if WITH_SUM, c_ign, or if FLAT the flat c, a_inp, then zeros; and biases."""
     q = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     n_c = 2 * n_out if WITH_SUM else n_out

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import input_gradient
-from vecroute.ops.common import aligned, cdiv
+from vecroute.ops.common import aligned
 from vecroute.ops.problem import Problem
 
-ROWS = 64  # of a tile; what is to be summed over them shares a unit
+ROWS = 64  # of a tile; what is summed over inputs shares a unit there
 FEATURES = 128  # that a program of a sum over inputs has
-LEAST_BYTES = 2**26  # of x_inp; below, all of it may stay in the cache
-MOST_OUTPUTS, MOST_FEATURES = 128, 8192  # that a kernel has in its registers
-LEAST_PROGRAMS = 96  # of a sum over inputs, one for some features of a sample; with less a GPU is not busy
+LEAST_BYTES = 2**26  # of x_inp; below, much of it stays in the cache
+MOST_OUTPUTS, MOST_FEATURES = 64, 8192  # that kernels have in their registers
+LEAST_PROGRAMS = 96  # of a sum over inputs; with less a GPU is not busy
 
 
 def new_half_inputs(p: Problem, n_iters: int) -> list[Tensor]:
@@ -20,20 +20,26 @@ def new_half_inputs(p: Problem, n_iters: int) -> list[Tensor]:
     That is for large batches of a variable length where tf32 is asked for, on GPUs that have the kernel of
     ``input_gradient``. float16 has the digits of tf32, at half the bytes and twice the rate.
     """
-    if not (has_sizes(p) and n_iters == 2 and has_kernels(p)):
+    if not (n_iters == 2 and is_plain(p) and has_sizes(p) and has_kernels(p)):
         return []
     return [torch.empty_like(p.x_inp, dtype=torch.float16), p.x_inp.new_empty(p.x_inp.shape[:2])]
 
 
+def is_plain(p: Problem) -> bool:
+    """Whether samples of a variable length are as long as each other, and all their inputs used, and here."""
+    whole = p.use is None and p.cu_seqlens is None and not p.group and p.x_inp.is_contiguous()
+    return whole and p.implementation == "fused" and p.variable
+
+
 def has_sizes(p: Problem) -> bool:
-    """Whether all inputs are used, of samples as long as each other, neither too few nor too many."""
+    """Whether x_inp is large, but not too large to be copied, and kernels can have j and d."""
     (b, i, d), j = p.x_inp.shape, p.n_out
-    plain = p.implementation == "fused" and p.variable and p.use is None and p.cu_seqlens is None
-    plain = plain and not p.group and p.x_inp.is_contiguous()
-    fits = d % 128 == 0 and j % 8 == 0 and j <= MOST_OUTPUTS and d <= MOST_FEATURES and LEAST_PROGRAMS <= b * cdiv(d, FEATURES)
-    size, kept = b * i * d * 2, b * i * aligned(2 * j + 1) * 4  # bytes
-    fits = fits and b < 2**16 and LEAST_BYTES <= 2 * size <= 8 * p.tuning.keep_bytes
-    return plain and fits and kept <= p.tuning.keep_bytes
+    aligned_sizes = d % FEATURES == 0 and j % 8 == 0
+    fits = aligned_sizes and d <= MOST_FEATURES and j <= MOST_OUTPUTS and b < 2**16
+    copied, kept = b * i * d * 2, b * i * aligned(2 * j + 1) * 4  # bytes
+    fits = fits and copied <= 4 * p.tuning.keep_bytes and kept <= p.tuning.keep_bytes
+    fits = fits and b * i * max(d, 8 * j) < 2**31  # offsets of pairs
+    return fits and 2 * copied >= LEAST_BYTES and b * (d // FEATURES) >= LEAST_PROGRAMS
 
 
 def has_kernels(p: Problem) -> bool:

@@ -1,4 +1,4 @@
-"""One of two iterations over x_inp in float16, forward and backward: ``passes`` for large batches of any length.
+"""One of two iterations over x_inp in float16: ``passes`` for large batches of a variable length.
 
 With the flat c, prior c_sum - c_ign, phi is f c in the first, and f (c_sum (R - prior) + c) in the second.
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops.input_gradient import input_gradient_of_batch
 from vecroute.ops.columns import new_matrix
 from vecroute.ops.common import aligned, cdiv, next_power_of_2
 from vecroute.ops.fused_half import (
@@ -25,10 +24,12 @@ from vecroute.ops.fused_half import (
 )
 from vecroute.ops.fused_matrix import shared_rows, shared_rows_backward
 from vecroute.ops.half_inputs import FEATURES, ROWS
+from vecroute.ops.input_gradient import input_gradient_of_batch
 from vecroute.ops.problem import Grads, Problem, over_samples
 
-WARPS = 4  # of a tile of pairs
-STAGES = 4  # tiles that a sum over inputs loads ahead
+# How kernels run best, found by trial on one H200: those over pairs, and sums over inputs.
+FORWARD, BACKWARD = {"num_warps": 4}, {"num_warps": 8, "maxnreg": 128}
+SUMS = {"STAGES": 4, "num_warps": 8}
 
 
 class HalfInputs:
@@ -44,7 +45,7 @@ class HalfInputs:
 
     @cached_property
     def shared(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows that give c_sum, the flat c and a_inp, and zeros, in float16 [q, d]; their tops and biases [q]."""
+        """Rows that give c_sum, the flat c, a_inp, and zeros: float16 [q, d]; their tops and biases [q]."""
         rows, bias = shared_rows(self.p, True, aligned(2 * self.p.n_out + 1), with_sum=True)  # [q, d], [q]
         halves, tops = torch.empty_like(rows, dtype=torch.float16), torch.empty_like(bias)  # [q, d], [q]
         fill_halves(rows[None], halves[None], tops[None])
@@ -58,10 +59,9 @@ class HalfInputs:
             parts: [b, n, q] sums of pairs over tiles.
         """
         (b, i, d), k, q = self.x.shape, pairs.shape[-1], parts.shape[-1]
-        half_sums_kernel[cdiv(d, FEATURES), b](
-            pairs, self.x, tops, parts, out, sums, pairs.stride(1) // 8, out.stride(0), sums.stride(0), i, k // 8,
-            q, d // 8, BLOCK_I=ROWS, BLOCK_J=max(16, next_power_of_2(k)), BLOCK_D=FEATURES, STAGES=STAGES,
-            num_warps=8,
+        half_sums_kernel[d // FEATURES, b](
+            pairs, self.x, tops, parts, out, sums, pairs.stride(1) // 8, out.stride(0), sums.stride(0), i,
+            k // 8, q, d // 8, BLOCK_I=ROWS, BLOCK_J=max(16, next_power_of_2(k)), BLOCK_D=FEATURES, **SUMS,
         )  # fmt: skip
 
 
@@ -81,8 +81,12 @@ class HalfGradient:
 
         self.grad_x = grad_x
         self.pairs = new_pairs(p.x_inp, 3 * j + aligned(2 * j + 1))  # [b, i, k]
-        self.M, self.M_tops = empty(b, 3 * j, d, dtype=torch.float16), empty(b, 3 * j)  # grad_y, x_hat, grad_y
+        self.M, self.M_tops = (
+            empty(b, 3 * j, d, dtype=torch.float16),
+            empty(b, 3 * j),
+        )  # grad_y, x_hat, grad_y
         self.tops = empty(2, b, i)  # [2, b, i] of pairs, after each iteration
+        self.flat_sums = empty(b, cdiv(i, ROWS), j)  # [b, n, j] of the gradient of the flat c, so far
         self.grad_M, self.sums = empty(b, 3 * j + 1, d), empty(b, 3 * j + 1)  # of dot, c_sum, flat c, a_inp
 
     def new_matrix(self, p: Problem, first: bool) -> Tensor:
@@ -96,13 +100,11 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
     W, W_tops, bias = half.shared  # [q, d], [q], [q]
     n, (b, i), j = half.n_tiles, half.tops.shape, p.n_out
     phi, tops, parts = new_pairs(p.x_inp, j), y.new_empty(b, n), y.new_empty(b, n, j)  # [b, i, j], ...
-    blocks = {"BLOCK_I": ROWS, "BLOCK_J": next_power_of_2(j), "num_warps": WARPS}
+    blocks = {"BLOCK_I": ROWS, "BLOCK_J": next_power_of_2(j), **FORWARD}
     sizes, of_c = (i, j // 8, kept.shape[-1] // 8, phi.stride(1) // 8), (kept, half.tops, W_tops, bias)
     if M is None:
         product(half.x.flatten(0, 1), W.mT, kept.flatten(0, 1))
-        first_phi_kernel[n, b](
-            *of_c, p.w.B_A, p.sqrt_n_inp, f_a_inp, phi, tops, parts, *sizes, **blocks
-        )  # fmt: skip
+        first_phi_kernel[n, b](*of_c, p.w.B_A, p.sqrt_n_inp, f_a_inp, phi, tops, parts, *sizes, **blocks)
     else:
         halves, M_tops = torch.empty_like(M, dtype=torch.float16), y.new_empty(b, j)  # [b, j, d], [b, j]
         fill_halves(M, halves, M_tops)
@@ -133,19 +135,22 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
     parts = grad_s.new_empty(b, n, sums.shape[1])  # [b, n, 2 j or j + 1]
     of_pairs, of_sums = (pairs, M_tops, kept, half.tops, W_tops, bias), (to_sum, sum_tops, parts)
     sizes = i, j // 8, kept.shape[-1] // 8, into.pairs.stride(1) // 8, to_sum.stride(1) // 8, M_tops.stride(0)
-    blocks = {"BLOCK_I": ROWS, "BLOCK_J": next_power_of_2(j), "num_warps": WARPS}
+    blocks = {"BLOCK_I": ROWS, "BLOCK_J": next_power_of_2(j), **BACKWARD}
     if not first:
         last_phi_backward_kernel[n, b](
-            *of_pairs, p.w.B_S, f_a_inp, grad_s, grad_f, into.pairs, into.tops[0], *of_sums, *sizes,
-            PRIOR=p.prior, **blocks,
+            *of_pairs, p.w.B_S, f_a_inp, grad_s, grad_f, into.pairs, into.tops[0], *of_sums,
+            into.flat_sums, *sizes, PRIOR=p.prior, **blocks,
         )  # fmt: skip
         half.sums(*of_sums, grad_M, sums)
         return p.steps.scores_matrix_backward(p, grad_M[:, :j], sums[:, :j], g, grads)  # [b, j, d]
     first_phi_backward_kernel[n, b](
-        *of_pairs, p.sqrt_n_inp, f_a_inp, grad_s, grad_f, into.pairs, *into.tops, *of_sums, *sizes, **blocks
-    )
+        *of_pairs, p.sqrt_n_inp, f_a_inp, grad_s, grad_f, into.pairs, *into.tops, *of_sums, into.flat_sums,
+        *sizes, **blocks,
+    )  # fmt: skip
     half.sums(*of_sums, grad_M, sums)
-    shared_rows_backward(p, over_samples(into.grad_M[:, j:]), into.sums[:, j:], True, True, grads, with_sum=True)
+    shared_rows_backward(
+        p, over_samples(into.grad_M[:, j:]), into.sums[:, j:], True, True, grads, with_sum=True
+    )
     if into.grad_x is not None:
         input_gradient_of_batch(into.pairs, into.M, W, into.tops, into.grad_x)
     return None

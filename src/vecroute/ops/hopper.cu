@@ -95,7 +95,7 @@ template <int STAGES, int BYTES, int WARPS> struct Parts {
             for (int k = 0; k < STAGES; ++k) {
                 barrier_init(barrier(0, k));
                 count(k, 0);
-                load(k);
+                if (k < n) load(k);
             }
         __syncthreads();
     }

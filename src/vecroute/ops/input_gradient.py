@@ -38,7 +38,7 @@ def of_one(waiting: int, n_out: int) -> Sizes:
 
 
 def of_many(n_out: int) -> Sizes:
-    """Of a batch of a variable length, of two iterations, with pairs as ``half_passes.HalfGradient`` has them."""
+    """Of a batch of a variable length, with the pairs of ``half_passes.HalfGradient``."""
     return Sizes(1, n_out, n_out + aligned(2 * n_out + 1), batch=True, columns=128, stages=2)
 
 
@@ -61,8 +61,9 @@ def can_multiply(p: Problem, n_waiting: int) -> bool:
 
 def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
     """As ``fused_halves.input_gradient``, with M from ``arranged``."""
-    sizes, tensors = of_one(len(top) - 1, phi.shape[1]), (waiting, phi, M, top, x, W_A, grad_a, grad_x, grad_W_A)
-    launch(sizes, 1, *x.shape, tensors, [t.stride(0) for t in (waiting, phi, top, x, W_A, grad_x, grad_W_A)])
+    sizes, (i, d) = of_one(len(top) - 1, phi.shape[1]), x.shape
+    tensors = waiting, phi, M, top, x, W_A, grad_a, grad_x, grad_W_A
+    launch(sizes, 1, i, d, tensors, [t.stride(0) for t in (waiting, phi, top, x, W_A, grad_x, grad_W_A)])
 
 
 def input_gradient_of_batch(pairs: Tensor, M: Tensor, shared: Tensor, tops: Tensor, grad_x: Tensor) -> None:
@@ -122,7 +123,9 @@ def kernel(sizes: Sizes, device: torch.device) -> Any:
 def source(sizes: Sizes) -> str:
     """The kernel for sizes that it has as constants."""
     constants = f"constexpr int WAITING = {sizes.waiting}, N_OUT = {sizes.n_out}, N_LAST = {sizes.n_last};\n"
-    constants += f"constexpr int BATCH = {int(sizes.batch)}, COLUMNS = {sizes.columns}, STAGES = {sizes.stages};\n"
+    constants += (
+        f"constexpr int BATCH = {int(sizes.batch)}, COLUMNS = {sizes.columns}, STAGES = {sizes.stages};\n"
+    )
     multiply = hopper.multiplication("gradient_mma", sizes.columns // 8, in_registers=True)
     return hopper.source("input_gradient.cu", constants, multiply)
 
