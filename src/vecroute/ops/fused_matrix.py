@@ -162,10 +162,16 @@ def scores_matrix_backward_kernel(
     tl.store(parts + n_rows + row, b_sum, mask=m_row)
 
 
-def shared_rows(p: Problem, flat: bool, n: int, with_sum: bool = False) -> tuple[Tensor, Tensor]:
-    """As ``chunked.shared_rows``; of a flat c with those of c_sum before it, if ``with_sum``."""
+def shared_rows(
+    p: Problem, flat: bool, n: int, with_sum: bool = False, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As ``chunked.shared_rows``; of a flat c with those of c_sum before it, if ``with_sum``.
+
+    Args:
+        bias: [q] memory for the second result, if there is some.
+    """
     d = p.x_inp.shape[-1]
-    rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n)  # [q, d], [q]
+    rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n) if bias is None else bias  # and [q]
     grid = cdiv(n, BLOCKS["BLOCK_Q"]), cdiv(d, BLOCKS["BLOCK_D"])
     shared_rows_kernel[grid](
         p.w.W_use, p.w.W_ign, p.w.B_use, p.w.B_ign, p.w.W_A, rows, bias, p.n_out, n, d,

@@ -15,14 +15,19 @@ LEAST_PROGRAMS = 96  # of a sum over inputs; with less a GPU is not busy
 
 
 def new_half_inputs(p: Problem, n_iters: int) -> list[Tensor]:
-    """Memory for x_inp in float16, [b, i, d], and what its rows are over, [b, i]; none where it does not pay.
+    """Memory for what ``half_passes.HalfInputs`` has; none where it does not pay.
 
     That is for large batches of a variable length where tf32 is asked for, on GPUs that have the kernel of
     ``input_gradient``. float16 has the digits of tf32, at half the bytes and twice the rate.
+
+    Returns:
+        x_inp [b, i, d] in float16, and what its rows are over [b, i]; the same of the rows of M that all
+        samples share, [q, d] and [q], and what is added to their products, [q].
     """
     if not (n_iters == 2 and is_plain(p) and has_sizes(p) and has_kernels(p)):
         return []
-    return [torch.empty_like(p.x_inp, dtype=torch.float16), p.x_inp.new_empty(p.x_inp.shape[:2])]
+    (b, i, d), q, new = p.x_inp.shape, aligned(2 * p.n_out + 1), p.x_inp.new_empty
+    return [new(b, i, d, dtype=torch.float16), new(b, i), new(q, d, dtype=torch.float16), new(q), new(q)]
 
 
 def is_plain(p: Problem) -> bool:

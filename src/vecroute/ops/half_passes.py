@@ -6,7 +6,6 @@ All rows of all samples go together. Products are float16 by cuBLAS, sums over i
 ``fused_half``, which has their units; docs/math.md says why that is as precise as tf32.
 """
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,23 +32,22 @@ SUMS = {"STAGES": 4, "num_warps": 8}
 
 
 class HalfInputs:
-    """x_inp in float16: x [b, i, d], its tops [b, i], and the rows of M that all samples share."""
+    """What all passes share, from ``new_half_inputs``.
 
-    def __init__(self, p: Problem, x: Tensor, tops: Tensor):
-        self.p, self.x, self.tops = p, x, tops
+    That is x_inp in float16, x [b, i, d], and its tops [b, i]; and the rows of M that give c_sum, the flat c
+    and a_inp, and zeros, W [q, d], with W_tops and bias [q].
+    """
+
+    def __init__(self, x: Tensor, tops: Tensor, W: Tensor, W_tops: Tensor, bias: Tensor):
+        self.x, self.tops, self.W, self.W_tops, self.bias = x, tops, W, W_tops, bias
         self.n_tiles = cdiv(x.shape[1], ROWS)
 
-    def fill(self) -> "HalfInputs":
-        fill_halves(self.p.x_inp, self.x, self.tops, n_free=self.x.shape[1])
+    def fill(self, p: Problem) -> "HalfInputs":
+        """Fill all of it."""
+        fill_halves(p.x_inp, self.x, self.tops, n_free=self.x.shape[1])
+        rows, _ = shared_rows(p, True, len(self.W), with_sum=True, bias=self.bias)  # [q, d]
+        fill_halves(rows[None], self.W[None], self.W_tops[None])
         return self
-
-    @cached_property
-    def shared(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows that give c_sum, the flat c, a_inp, and zeros: float16 [q, d]; their tops and biases [q]."""
-        rows, bias = shared_rows(self.p, True, aligned(2 * self.p.n_out + 1), with_sum=True)  # [q, d], [q]
-        halves, tops = torch.empty_like(rows, dtype=torch.float16), torch.empty_like(bias)  # [q, d], [q]
-        fill_halves(rows[None], halves[None], tops[None])
-        return halves, tops, bias
 
     def sums(self, pairs: Tensor, tops: Tensor, parts: Tensor, out: Tensor, sums: Tensor) -> None:
         """Fill out [b, q, d] with pairs^T x_inp, and sums [b, q] with those of pairs.
@@ -97,13 +95,15 @@ class HalfGradient:
 def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
     """As ``passes.forward_pass``, with what is kept as products of float16 give it."""
     half: HalfInputs = p.half
-    W, W_tops, bias = half.shared  # [q, d], [q], [q]
     n, (b, i), j = half.n_tiles, half.tops.shape, p.n_out
     phi, tops, parts = new_pairs(p.x_inp, j), y.new_empty(b, n), y.new_empty(b, n, j)  # [b, i, j], ...
     blocks = {"BLOCK_I": ROWS, "BLOCK_J": next_power_of_2(j), **FORWARD}
-    sizes, of_c = (i, j // 8, kept.shape[-1] // 8, phi.stride(1) // 8), (kept, half.tops, W_tops, bias)
+    sizes, of_c = (
+        (i, j // 8, kept.shape[-1] // 8, phi.stride(1) // 8),
+        (kept, half.tops, half.W_tops, half.bias),
+    )
     if M is None:
-        product(half.x.flatten(0, 1), W.mT, kept.flatten(0, 1))
+        product(half.x.flatten(0, 1), half.W.mT, kept.flatten(0, 1))
         first_phi_kernel[n, b](*of_c, p.w.B_A, p.sqrt_n_inp, f_a_inp, phi, tops, parts, *sizes, **blocks)
     else:
         halves, M_tops = torch.empty_like(M, dtype=torch.float16), y.new_empty(b, j)  # [b, j, d], [b, j]
@@ -123,7 +123,6 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
 def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, grad_f, grads: Grads) -> Any:
     """As ``passes.backward_pass``; of the first iteration nothing is returned."""
     half: HalfInputs = p.half
-    W, W_tops, bias = half.shared  # [q, d], [q], [q]
     first, n, (b, i), j = g is None, half.n_tiles, half.tops.shape, p.n_out
     own, summed = (slice(2 * j, 3 * j), slice(2 * j, None)) if first else (slice(2 * j), slice(2 * j))
     halves, M_tops = into.M[:, own], into.M_tops[:, own]  # [b, 2 j or j, d], [b, 2 j or j]
@@ -133,7 +132,8 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
     grad_M, sums = into.grad_M[:, summed], into.sums[:, summed]  # [b, 2 j or j + 1, d], [b, 2 j or j + 1]
     to_sum, sum_tops = new_pairs(p.x_inp, aligned(sums.shape[1])), grad_s.new_empty(b, n)  # [b, i, .], [b, n]
     parts = grad_s.new_empty(b, n, sums.shape[1])  # [b, n, 2 j or j + 1]
-    of_pairs, of_sums = (pairs, M_tops, kept, half.tops, W_tops, bias), (to_sum, sum_tops, parts)
+    of_pairs = pairs, M_tops, kept, half.tops, half.W_tops, half.bias
+    of_sums = to_sum, sum_tops, parts
     sizes = i, j // 8, kept.shape[-1] // 8, into.pairs.stride(1) // 8, to_sum.stride(1) // 8, M_tops.stride(0)
     blocks = {"BLOCK_I": ROWS, "BLOCK_J": next_power_of_2(j), **BACKWARD}
     if not first:
@@ -152,7 +152,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
         p, over_samples(into.grad_M[:, j:]), into.sums[:, j:], True, True, grads, with_sum=True
     )
     if into.grad_x is not None:
-        input_gradient_of_batch(into.pairs, into.M, W, into.tops, into.grad_x)
+        input_gradient_of_batch(into.pairs, into.M, half.W, into.tops, into.grad_x)
     return None
 
 

@@ -35,8 +35,8 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
     g = empty(n_iters - 1, b, j, d, dtype=p.step_dtype)  # [t - 1, b, j, d]
     f_a_inp = empty(*p.x_inp.shape[:2])  # [b, i]
     kept, x_hat = passes.new_kept(p, n_iters), passes.new_x_hat(p, n_iters)  # and [t - 1 or 0, b, j, d]
-    halves = new_half_inputs(p, n_iters)  # [b, i, d] and [b, n]
-    p.half = p.half_passes.HalfInputs(p, *halves).fill() if halves else None
+    halves = new_half_inputs(p, n_iters)
+    p.half = p.half_passes.HalfInputs(*halves).fill(p) if halves else None
     M = None
     for t in range(n_iters):
         last = t == n_iters - 1
@@ -59,7 +59,7 @@ def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, x_hat, copi
     n_iters = y.shape[0]
     n_kept = len(p.kept_copies)
     p.copies.update(zip(p.kept_copies, copies[:n_kept], strict=True))
-    p.half = p.half_passes.HalfInputs(p, *copies[n_kept:]) if copies[n_kept:] else None
+    p.half = p.half_passes.HalfInputs(*copies[n_kept:]) if copies[n_kept:] else None
     grads = passes.new_grads(p, n_iters)
     grad_x = new_grad_x(p, need_grad_x)  # [b, i, d]
     for part in p.parts():
@@ -74,10 +74,10 @@ def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads
     (y, s, before, g, x_hat), (f_a_inp, kept, grad_x) = steps, inputs
     n_iters = y.shape[0]
     if p.half is not None:
-        into = p.half_passes.HalfGradient(p, grad_x)
+        into, grad_f = p.half_passes.HalfGradient(p, grad_x), torch.empty_like(f_a_inp)  # and [b, i]
     else:
         into = InputGradient(p, n_iters, grad_x, None if p.variable else grads["W_A"])
-    grad_f = torch.zeros_like(f_a_inp)  # [b, i]
+        grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         M = into.new_matrix(p, first=t == 0)  # [b, j or 2 j, d]
         grad_s = p.steps.outputs_backward(p, grad_x_out, y[t], s[t], grads, block_of(p, M, 0))  # [b, j]
