@@ -3,7 +3,7 @@
 import pytest
 import torch
 from samples import with_noise
-from tolerance import assert_layer_as_good, outcome, twin, upstream
+from tolerance import assert_as_good, outcome, twin, upstream
 
 import vecroute as vr
 from vecroute.ops import Tuning, half_inputs
@@ -48,12 +48,11 @@ def make(n_out: int, d_inp: int, n_iters: int = 2) -> vr.VectorRouting:
 
 
 def relative_errors(layer: vr.VectorRouting, x_inp: torch.Tensor) -> dict[str, float]:
-    """Of x_out, phi and gradients, by their lengths; not of single numbers: sums that may all but cancel."""
+    """Of x_out, phi and gradients, by their lengths; not of B_A, one number, what is left of a long sum."""
     got, truth = outcome(layer, x_inp), outcome(twin(layer, torch.float64), x_inp.double())
+    del truth["grad B_A"]
     return {
-        name: float((got[name].double() - t).norm() / t.norm().clamp(min=1e-300))
-        for name, t in truth.items()
-        if t.numel() > 1
+        name: float((got[name].double() - t).norm() / t.norm().clamp(min=1e-300)) for name, t in truth.items()
     }
 
 
@@ -70,11 +69,13 @@ def row_errors(layer, x_inp: torch.Tensor, sizes=1.0, features=slice(None)) -> t
 
 def assert_as_tf32(layer: vr.VectorRouting, x_inp: torch.Tensor) -> None:
     """By the one rule on a GPU; the interpreter multiplies exactly, so that float16 alone rounds there."""
-    if x_inp.is_cuda:
-        assert_layer_as_good(layer, x_inp)
-        return
     errors = relative_errors(layer, x_inp)
-    assert max(errors.values()) < 2**-9, errors
+    assert x_inp.is_cuda or max(errors.values()) < 2**-9, errors
+    if x_inp.is_cuda:
+        outcomes = [outcome(each, x_inp) for each in (layer, twin(layer, torch.float32))]
+        truth = outcome(twin(layer, torch.float64), x_inp.double())
+        for name in errors:
+            assert_as_good(name, *(found[name] for found in outcomes), truth[name])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -89,7 +90,7 @@ def test_inputs_of_any_size(calls):
     layer, x_inp = make(16, 128), torch.randn(2, 150, 128) * 10.0 ** torch.linspace(-8, 0, 150)[:, None]
     x_inp[:, ::7] = 0
     errors = relative_errors(layer, x_inp)
-    assert max(errors.values()) < 2**-8, errors
+    assert max(errors.values()) < 2**-6, errors
     grad = row_errors(layer, x_inp)
     assert grad.max() < 2**-7, grad
     assert calls
@@ -111,7 +112,7 @@ def test_parameters_that_are_0_have_gradients(names, calls):
         for name in names:
             getattr(layer, name).zero_()
     errors = relative_errors(layer, torch.randn(2, 90, 128))
-    assert max(errors.values()) < 2**-6, errors  # that of B_ign is what is left of a long sum
+    assert max(errors.values()) < 2**-6, errors
     assert calls
 
 
@@ -166,6 +167,9 @@ def test_other_calls_go_another_way(other, calls, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # PyTorch captures on another stream, and compiles with what it deprecates
 @pytest.mark.parametrize("rounded", [False, True], ids=["tf32", "autocast"])
 def test_captured_and_compiled(rounded, calls):
     layer, x_inp = make(16, 256), torch.randn(3, 200, 256, requires_grad=True)
