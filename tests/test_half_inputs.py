@@ -14,6 +14,7 @@ CASES = [  # b, n_inp, n_out, d_inp
     (3, 130, 40, 384),
     (2, 5, 64, 128),
     (1, 200, 56, 256),
+    (2, 130, 16, 640),  # five parts of M: each place has one more than once
 ]
 
 
@@ -48,9 +49,10 @@ def make(n_out: int, d_inp: int, n_iters: int = 2) -> vr.VectorRouting:
 
 
 def relative_errors(layer: vr.VectorRouting, x_inp: torch.Tensor) -> dict[str, float]:
-    """Of x_out, phi and gradients, by their lengths; not of B_A, one number, what is left of a long sum."""
+    """Of x_out, phi and gradients, by their lengths; that of B_A, one number, by W_A."""
     got, truth = outcome(layer, x_inp), outcome(twin(layer, torch.float64), x_inp.double())
-    del truth["grad B_A"]
+    of_B_A = got["grad B_A"].double() - truth.pop("grad B_A")
+    assert of_B_A.abs() < 2**-6 * truth["grad W_A"].norm()
     return {
         name: float((got[name].double() - t).norm() / t.norm().clamp(min=1e-300)) for name, t in truth.items()
     }
@@ -96,7 +98,7 @@ def test_inputs_of_any_size(calls):
     assert calls
 
 
-@pytest.mark.parametrize("size", [1e-15, 1e15])
+@pytest.mark.parametrize("size", [1e-15, 1e15, 1e31])
 def test_gradients_of_any_size(size, calls):
     """float16 has none that large or small, nor have gradients of some outputs the size of the others'."""
     sizes = size * 10.0 ** torch.arange(-2, 2).repeat_interleave(4)[:, None]
@@ -148,22 +150,73 @@ def test_some_columns_of_phi(calls):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("other", ["mask", "length", "outputs", "features", "iterations", "memory", "few"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+def test_one_sample_does_not_spoil_another(calls):
+    layer, x_inp = make(16, 128), torch.randn(3, 70, 128)
+    good = outcome(layer, x_inp)
+    for value in (float("nan"), float("inf"), 3e38):
+        x_inp[1, 5, 7] = value
+        found = outcome(layer, x_inp)
+        for name in ("x_out", "phi", "grad x_inp"):
+            assert torch.equal(found[name][::2], good[name][::2]), name
+    assert len(calls) == 4
+
+
+def test_backward_again(calls):
+    layer, x_inp = make(16, 128), torch.randn(2, 70, 128, requires_grad=True)
+    total = layer(x_inp).square().sum()
+    first, second = (torch.autograd.grad(total, x_inp, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert calls
+
+
+def test_opcheck(calls):
+    """What is kept has the dtypes and shapes that compilers are promised."""
+    weights = [w for w in make(8, 128).weights() if w is not None]
+    x_inp, sqrt_n_inp = torch.randn(2, 9, 128, requires_grad=True), torch.full((2, 1), 3.0)
+    options = None, 1 / 8, torch.float32, list(Tuning()), "fused", "", 2, False, None
+    arguments = x_inp, weights, None, sqrt_n_inp, *options
+    checks = "test_schema", "test_faketensor"
+    result = torch.library.opcheck(torch.ops.vecroute.loop.default, arguments, test_utils=checks)
+    assert set(result.values()) == {"SUCCESS"}
+    assert calls
+
+
+OTHERS = {  # calls that go another way: what is other of the layer, of x_inp and of half_inputs
+    "a fixed length": {"n_inp": 40},
+    "outputs": {"n_out": 20},
+    "many outputs": {"n_out": 72},
+    "features": {"d_inp": 192},
+    "iterations": {"n_iters": 3},
+    "not contiguous": {"strided": True},
+    "little to keep": {"keep_bytes": 2 * 40 * 40 * 4 - 1},
+    "a large copy": {"keep_bytes": 2 * 40 * 128 * 2 // 4 - 1},
+    "little": {"LEAST_BYTES": 2 * 40 * 128 * 4 + 1},
+    "few programs": {"LEAST_PROGRAMS": 3},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_other_calls_go_another_way(other, calls, monkeypatch):
-    sizes = {"n_inp": None, "n_out": 20 if other == "outputs" else 16, "d_inp": 128, "d_out": 8}
-    if other == "features":
-        sizes["d_inp"] = 96
-    if other == "length":
-        sizes["n_inp"] = 40
-    layer = vr.VectorRouting(**sizes, n_iters=3 if other == "iterations" else 2, implementation="fused")
-    if other == "memory":
-        layer.tuning = Tuning(keep_bytes=1000)
-    if other == "few":
-        monkeypatch.setattr(half_inputs, "LEAST_BYTES", 2**26)
-    x_inp = torch.randn(2, 40, sizes["d_inp"])
-    mask = {"input_mask": torch.rand(2, 40) > 0.5} if other == "mask" else {}
-    layer(x_inp, **mask).sum().backward()
+    changes = dict(OTHERS[other])
+    for name in ("LEAST_BYTES", "LEAST_PROGRAMS"):
+        monkeypatch.setattr(half_inputs, name, changes.pop(name, 1))
+    strided, keep_bytes = changes.pop("strided", False), changes.pop("keep_bytes", 2**26)
+    sizes = {"n_inp": None, "n_out": 16, "d_inp": 128, "d_out": 8, **changes}
+    layer = vr.VectorRouting(**sizes, implementation="fused")
+    layer.tuning = Tuning(keep_bytes=keep_bytes)
+    x_inp = torch.randn(2, 40, sizes["d_inp"] * (2 if strided else 1))
+    layer(x_inp[..., : sizes["d_inp"]]).sum().backward()
     assert not calls
+
+
+def test_masked_and_packed_calls_go_another_way(calls):
+    layer, x_inp = make(16, 128), torch.randn(2, 40, 128)
+    layer(x_inp, torch.rand(2, 40) > 0.5)
+    layer(x_inp.flatten(0, 1), cu_seqlens=torch.tensor([0, 40, 80]))
+    assert not calls
+    layer(x_inp)
+    assert calls
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from vecroute.ops import fused_half, fused_product, fused_rows, fused_steps, fus
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
 POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
 POINTERS += " beta_use beta_ign sums values W_use W_ign B_use B_ign bias"
-POINTERS += " c x_tops M_tops c_tops phi_tops sum_tops before phi_out flat_sums"
+POINTERS += " c x_tops M_tops c_tops phi_tops sum_tops before phi_out"
 POINTERS = POINTERS.split()
 
 
@@ -92,7 +92,7 @@ compile(arrange.features_kernel, 4, {"M": "*fp32", "out": "*bf16"}, BLOCK=1024)
 of_one, of_batch = dict.fromkeys(("M", "shared"), "*fp32"), dict.fromkeys(("M", "shared"), "*fp16")
 compile(arrange.columns_kernel, 4, of_one | {"out": "*fp16"}, WIDE=1, WEIGHTED=True)
 compile(arrange.columns_kernel, 4, of_batch | {"out": "*fp16"}, WIDE=2, WEIGHTED=False)
-compile(fused_half.halves_kernel, 4, {"out": "*fp16"}, BLOCK=1024)
+compile(fused_half.halves_kernel, 4, {"out": "*fp16", "least": "fp32"}, BLOCK=1024)
 tile = {"BLOCK_I": 64, "BLOCK_J": 64}
 phi, results = {"phi": "*fp16"}, {"results": "*fp16", "to_sum": "*fp16"}
 compile(fused_half.first_phi_kernel, 4, phi, **tile)

@@ -80,7 +80,7 @@ def by_columns_of_batch(M: Tensor, shared: Tensor, columns: int) -> Tensor:
 def arranged_columns(M: Tensor, shared: Tensor, weights: Tensor | None, k: int, columns: int) -> Tensor:
     """Both of the above; weights [k, 1] or None."""
     (b, n, d), tiles = M.shape, cdiv(k, 64)
-    out = M.new_empty(b, d // columns, tiles, columns, 8, 8, dtype=torch.float16)
+    out = M.new_empty(b, d // columns, tiles, columns, 8, 8, dtype=torch.float16)  # as above
     weighted = weights is not None
     columns_kernel[tiles, d // 64, b](
         M, shared, weights if weighted else M, out, n, k, d, WIDE=columns // 64, WEIGHTED=weighted

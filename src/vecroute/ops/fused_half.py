@@ -35,7 +35,7 @@ def halves_kernel(
     values,  # [b, n, d]
     out,  # [b, n, d] float16
     tops,  # [b, n]
-    n_free,  # rows whose tops are as small as can be; the others have at least 2^-10
+    least,  # of tops
     d_inp, values_b, values_i, out_b, tops_b,  # rows of out follow each other
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def halves_kernel(
     row, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o = tl.arange(0, BLOCK)
     b_values = tl.load(values + b * values_b + row * values_i + o, mask=o < d_inp, other=0.0)
-    top = tl.maximum(below(tl.max(tl.abs(b_values), 0)), tl.where(row < n_free, 0.0, 1.0 / 2**10))
+    top = tl.maximum(below(tl.max(tl.abs(b_values), 0)), least)
     tl.store(tops + b * tops_b + row, top)
     tl.store(out + b * out_b + row * d_inp + o, (b_values * (16384.0 / top)).to(tl.float16), mask=o < d_inp)
 
@@ -74,8 +74,7 @@ def competition(z, m_j):
     """R of a block that has all outputs, and 1 - f(z)."""
     low, q, rest = f_of(z)
     low = tl.where(m_j, low, -float("inf"))
-    top = tl.max(low, 1)[:, None]
-    value = tl.exp(low - top) * q
+    value = tl.exp(low - tl.max(low, 1)[:, None]) * q
     total = tl.sum(value, 1)[:, None]
     return tl.where(value == total, 1.0, value * (1.0 / total)), rest
 
@@ -84,6 +83,14 @@ def competition(z, m_j):
 def store_halves(values, out, top, m):
     """A block, 0 outside, over its top, in float16."""
     tl.store(out, (values * (16384.0 / top)).to(tl.float16), mask=m)
+
+
+@triton.jit
+def store_tile(values, out, tops, m):
+    """The same with the top of all of it, which is stored too."""
+    top = top_of(tl.abs(values))
+    tl.store(tops, top)
+    store_halves(values, out, top, m)
 
 
 @triton.jit
@@ -111,10 +118,7 @@ def first_phi_kernel(
     tl.store(f + row, b_f, mask=m_i)
     b_phi = tl.where(m, b_f * beta_of(c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j), 0.0)
     tl.store(sums + tile * n_out + o_j, tl.sum(b_phi, 0)[None, :], mask=m_j)
-    b_phi *= x_top
-    top = top_of(tl.abs(b_phi))
-    tl.store(phi_tops + tile, top)
-    store_halves(b_phi, phi + row * phi_i + o_j, top, m)
+    store_tile(b_phi * x_top, phi + row * phi_i + o_j, phi_tops + tile, m)
 
 
 @triton.jit
@@ -145,10 +149,7 @@ def last_phi_kernel(
     if SHOWN:
         tl.store(phi_out + row * n_out + o_j, b_phi, mask=m)
     tl.store(sums + tile * n_out + o_j, tl.sum(b_phi, 0)[None, :], mask=m_j)
-    b_phi *= x_top
-    top = top_of(tl.abs(b_phi))
-    tl.store(phi_tops + tile, top)
-    store_halves(b_phi, phi + row * phi_i + o_j, top, m)
+    store_tile(b_phi * x_top, phi + row * phi_i + o_j, phi_tops + tile, m)
 
 
 @triton.jit
@@ -159,7 +160,7 @@ def last_phi_backward_kernel(
     grad_f,  # [b, i], filled
     results, tops,  # [b, i, k] float16, times the tops of M, and [b, i]
     to_sum, sum_tops,  # [b, i, 2 j] float16, times the tops of x_inp, and [b, n]: of dot and of c_sum
-    sums, flat_sums,  # [b, n, 2 j] of these over the rows of a tile, and [b, n, j] of that of the flat c
+    sums,  # [b, n, 2 j] of these over the rows of a tile
     n_inp, n_out, n_c, results_i, to_sum_i, M_tops_b,  # as above, strides of rows in units of 8 too
     PRIOR: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -194,7 +195,6 @@ def last_phi_backward_kernel(
     sums += tile * 2 * n_out
     tl.store(sums + o_j, tl.sum(grad_dot, 0)[None, :], mask=m_j)
     tl.store(sums + n_out + o_j, tl.sum(grad_sum, 0)[None, :], mask=m_j)
-    tl.store(flat_sums + tile * n_out + o_j, tl.sum(g, 0)[None, :], mask=m_j)
     top = top_of(tl.maximum(tl.abs(grad_dot), tl.abs(grad_sum)) * x_top)
     tl.store(sum_tops + tile, top)
     to_sum += row * to_sum_i
@@ -221,12 +221,11 @@ def first_phi_backward_kernel(
     pairs, M_tops,  # [b, i, j] x_inp times grad_y, [b, j]
     c, x_tops, c_tops, bias, sqrt_n_inp, f,  # as above
     grad_s,  # [b, j]
-    grad_f,  # [b, i], turned into the gradient of W_A x_inp
+    grad_f,  # [b, i], of the second iteration
     results,  # [b, i, k], as above; filled up with phi, the gradient of the flat c, that of a_inp, and zeros
     before, tops,  # [b, i] of results so far, and of these: not less
     to_sum, sum_tops,  # [b, i, j + 8] float16, times the tops of x_inp, and [b, n]: of these, and zeros
     sums,  # [b, n, j + 1] of this and of that of a_inp over the rows of a tile
-    flat_sums,  # [b, n, j] of this so far, before it was rounded
     n_inp, n_out, n_c, results_i, to_sum_i, M_tops_b,  # as above
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -246,28 +245,23 @@ def first_phi_backward_kernel(
     grad_phi += tl.load(grad_s + b * n_out + o_j, mask=m_j, other=0.0)
     a = tl.load(grad_f + row, mask=m_i, other=0.0) + tl.sum(u * grad_phi, 1)[:, None]
     a *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
-    tl.store(grad_f + row, a, mask=m_i)
     old, c_top = (
         tl.load(before + row, mask=m_i, other=0.0),
         tl.load(c_tops + n_out + o_j, mask=m_j, other=1.0),
     )
     g = tl.load(results + 4 * n_out + o_j, mask=m, other=0.0).to(tl.float32) * (old * (1.0 / 2**14) / c_top)
-    own = tl.where(m, grad_phi * b_f, 0.0)
-    g += own
+    g += tl.where(m, grad_phi * b_f, 0.0)
     sums += tile * (n_out + 1)
-    b_sum = tl.sum(own, 0)[None, :] + tl.load(flat_sums + tile * n_out + o_j, mask=m_j, other=0.0)
-    tl.store(sums + o_j, b_sum, mask=m_j)
+    tl.store(sums + o_j, tl.sum(g, 0)[None, :], mask=m_j)
     tl.store(sums + n_out, tl.sum(a))
     top = top_of(tl.maximum(tl.abs(g), tl.abs(a)) * x_top)
     tl.store(sum_tops + tile, top)
     to_sum += row * to_sum_i
     store_halves(g * x_top, to_sum + o_j, top, m)
     store_halves(tl.where(o_a == 0, a * x_top, 0.0), to_sum + n_out + o_a, top, m_i)
-    b_phi, g, a = (
-        u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0),
-        g * c_top,
-        a * tl.load(c_tops + 2 * n_out),
-    )
+    b_phi = u * b_f * tl.load(M_tops + o_j, mask=m_j, other=0.0)
+    g *= c_top
+    a *= tl.load(c_tops + 2 * n_out)
     top = tl.maximum(top_of_rows(tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(g)), tl.abs(a))), old)
     tl.store(tops + row, top, mask=m_i)
     store_halves(b_phi, results + 2 * n_out + o_j, top, m)
@@ -301,8 +295,9 @@ def half_sums_kernel(
         row, m_i = b * n_inp + o_row, o_row < n_inp
         b_pairs = tl.load(pairs + row * pairs_i + o_j, mask=m_i & (o_j < n_columns), other=0.0)
         b_x = tl.load(x + row * d_inp + o_d, mask=m_i & (o_d < d_inp), other=0.0)
-        total += tl.dot(tl.trans(b_x), b_pairs) * tl.load(tops + tile)
+        # Without the units at once: in them sums could leave the range of float32.
+        total += tl.dot(tl.trans(b_x), b_pairs) * (tl.load(tops + tile) * (1.0 / 2**28))
         b_sum += tl.load(parts + tile * n_sums + o_j, mask=m_sum, other=0.0)
     m = tl.trans(o_j < n_sums) & (o_d < d_inp)
-    tl.store(out + b * out_b + tl.trans(o_j) * d_inp + o_d, tl.trans(total) * (1.0 / 2**28), mask=m)
+    tl.store(out + b * out_b + tl.trans(o_j) * d_inp + o_d, tl.trans(total), mask=m)
     tl.store(sums + b * sums_b + o_j, b_sum, mask=m_sum)

@@ -24,13 +24,13 @@ def new_half_inputs(p: Problem, n_iters: int) -> list[Tensor]:
         x_inp [b, i, d] in float16, and what its rows are over [b, i]; the same of the rows of M that all
         samples share, [q, d] and [q], and what is added to their products, [q].
     """
-    if not (n_iters == 2 and is_plain(p) and has_sizes(p) and has_kernels(p)):
+    if not (n_iters == 2 and has_whole_samples(p) and has_sizes(p) and has_kernels(p)):
         return []
     (b, i, d), q, new = p.x_inp.shape, aligned(2 * p.n_out + 1), p.x_inp.new_empty
     return [new(b, i, d, dtype=torch.float16), new(b, i), new(q, d, dtype=torch.float16), new(q), new(q)]
 
 
-def is_plain(p: Problem) -> bool:
+def has_whole_samples(p: Problem) -> bool:
     """Whether samples of a variable length are as long as each other, and all their inputs used, and here."""
     whole = p.use is None and p.cu_seqlens is None and not p.group and p.x_inp.is_contiguous()
     return whole and p.implementation == "fused" and p.variable
@@ -43,7 +43,7 @@ def has_sizes(p: Problem) -> bool:
     fits = aligned_sizes and d <= MOST_FEATURES and j <= MOST_OUTPUTS and b < 2**16
     copied, kept = b * i * d * 2, b * i * aligned(2 * j + 1) * 4  # bytes
     fits = fits and copied <= 4 * p.tuning.keep_bytes and kept <= p.tuning.keep_bytes
-    fits = fits and b * i * max(d, 8 * j) < 2**31  # offsets of pairs
+    fits = fits and b * i * 8 * j < 2**31  # offsets of pairs are 32 bits
     return fits and 2 * copied >= LEAST_BYTES and b * (d // FEATURES) >= LEAST_PROGRAMS
 
 

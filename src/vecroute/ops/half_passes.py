@@ -29,6 +29,7 @@ from vecroute.ops.problem import Grads, Problem, over_samples
 # How kernels run best, found by trial on one H200: those over pairs, and sums over inputs.
 FORWARD, BACKWARD = {"num_warps": 4}, {"num_warps": 8, "maxnreg": 128}
 SUMS = {"STAGES": 4, "num_warps": 8}
+LEAST_TOP = 2.0**-10  # of W: pairs times less, that of the flat c among them, would be lost beside others
 
 
 class HalfInputs:
@@ -44,9 +45,9 @@ class HalfInputs:
 
     def fill(self, p: Problem) -> "HalfInputs":
         """Fill all of it."""
-        fill_halves(p.x_inp, self.x, self.tops, n_free=self.x.shape[1])
+        fill_halves(p.x_inp, self.x, self.tops)
         rows, _ = shared_rows(p, True, len(self.W), with_sum=True, bias=self.bias)  # [q, d]
-        fill_halves(rows[None], self.W[None], self.W_tops[None])
+        fill_halves(rows[None], self.W[None], self.W_tops[None], LEAST_TOP)
         return self
 
     def sums(self, pairs: Tensor, tops: Tensor, parts: Tensor, out: Tensor, sums: Tensor) -> None:
@@ -67,8 +68,7 @@ class HalfGradient:
     """grad_x [b, i, d], from the pairs of both iterations, which wait side by side in float16.
 
     A row has phi and the gradient of dot of the second, phi of the first, then the gradients of c_sum, of the
-    flat c, to which both add, and of a_inp, each times the top of its row of M. A top of M is at least 2^-10
-    where it is that of a parameter: pairs times less would be lost beside others.
+    flat c, to which both add, and of a_inp, each times the top of its row of M.
     """
 
     def __init__(self, p: Problem, grad_x: Tensor | None):
@@ -84,7 +84,6 @@ class HalfGradient:
             empty(b, 3 * j),
         )  # grad_y, x_hat, grad_y
         self.tops = empty(2, b, i)  # [2, b, i] of pairs, after each iteration
-        self.flat_sums = empty(b, cdiv(i, ROWS), j)  # [b, n, j] of the gradient of the flat c, so far
         self.grad_M, self.sums = empty(b, 3 * j + 1, d), empty(b, 3 * j + 1)  # of dot, c_sum, flat c, a_inp
 
     def new_matrix(self, p: Problem, first: bool) -> Tensor:
@@ -110,12 +109,14 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         fill_halves(M, halves, M_tops)
         dot = y.new_empty(b, i, j)  # [b, i, j]
         product(half.x, halves.mT, dot)
-        shown: Any = parts if phi_out is None else y.new_empty(b, i, j)  # [b, i, j]
+        shown: Any = parts if phi_out is None else phi_out  # not written, or [b, i, j]
+        if phi_out is not None and (outputs is not None or not phi_out.is_contiguous()):
+            shown = y.new_empty(b, i, j)  # [b, i, j]
         last_phi_kernel[n, b](
             dot, M_tops, *of_c, p.w.B_S, f_a_inp, phi, tops, parts, shown, *sizes, PRIOR=p.prior,
             SHOWN=phi_out is not None, **blocks,
         )  # fmt: skip
-        if phi_out is not None:
+        if phi_out is not None and shown is not phi_out:
             phi_out.copy_(shown if outputs is None else shown[..., outputs])  # [b, i, j]
     half.sums(phi, tops, parts, y, s)
 
@@ -126,7 +127,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
     first, n, (b, i), j = g is None, half.n_tiles, half.tops.shape, p.n_out
     own, summed = (slice(2 * j, 3 * j), slice(2 * j, None)) if first else (slice(2 * j), slice(2 * j))
     halves, M_tops = into.M[:, own], into.M_tops[:, own]  # [b, 2 j or j, d], [b, 2 j or j]
-    fill_halves(M, halves, M_tops, n_free=j)
+    fill_halves(M, halves, M_tops)
     pairs = grad_s.new_empty(b, i, M.shape[1])  # [b, i, 2 j or j]
     product(half.x, halves.mT, pairs)
     grad_M, sums = into.grad_M[:, summed], into.sums[:, summed]  # [b, 2 j or j + 1, d], [b, 2 j or j + 1]
@@ -138,15 +139,14 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
     blocks = {"BLOCK_I": ROWS, "BLOCK_J": next_power_of_2(j), **BACKWARD}
     if not first:
         last_phi_backward_kernel[n, b](
-            *of_pairs, p.w.B_S, f_a_inp, grad_s, grad_f, into.pairs, into.tops[0], *of_sums,
-            into.flat_sums, *sizes, PRIOR=p.prior, **blocks,
+            *of_pairs, p.w.B_S, f_a_inp, grad_s, grad_f, into.pairs, into.tops[0], *of_sums, *sizes,
+            PRIOR=p.prior, **blocks,
         )  # fmt: skip
         half.sums(*of_sums, grad_M, sums)
         return p.steps.scores_matrix_backward(p, grad_M[:, :j], sums[:, :j], g, grads)  # [b, j, d]
     first_phi_backward_kernel[n, b](
-        *of_pairs, p.sqrt_n_inp, f_a_inp, grad_s, grad_f, into.pairs, *into.tops, *of_sums, into.flat_sums,
-        *sizes, **blocks,
-    )  # fmt: skip
+        *of_pairs, p.sqrt_n_inp, f_a_inp, grad_s, grad_f, into.pairs, *into.tops, *of_sums, *sizes, **blocks
+    )
     half.sums(*of_sums, grad_M, sums)
     shared_rows_backward(
         p, over_samples(into.grad_M[:, j:]), into.sums[:, j:], True, True, grads, with_sum=True
@@ -157,21 +157,15 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
 
 
 def new_pairs(x_inp: Tensor, k: int) -> Tensor:
-    """Memory for pairs in float16, [b, i, k], in rows of whole 128 bytes: less is not written at once."""
+    """Memory for pairs in float16, [b, i, k], in rows of whole 128 bytes: less is written more slowly."""
     return x_inp.new_empty(*x_inp.shape[:2], cdiv(k, 64) * 64, dtype=torch.float16)[..., :k]
 
 
-def fill_halves(values: Tensor, out: Tensor, tops: Tensor, n_free: int = 0) -> None:
-    """Fill out [b, n, d] with values in float16, over tops [b, n], which are filled too.
-
-    Args:
-        n_free: rows of a sample that may have tops as small as their numbers.
-    """
+def fill_halves(values: Tensor, out: Tensor, tops: Tensor, least: float = 0.0) -> None:
+    """Fill out [b, n, d] with values in float16, over tops [b, n], filled too, which are not less."""
     b, n, d = values.shape
-    halves_kernel[n, b](
-        values, out, tops, n_free, d, *values.stride()[:2], out.stride(0), tops.stride(0),
-        BLOCK=next_power_of_2(d),
-    )  # fmt: skip
+    strides = *values.stride()[:2], out.stride(0), tops.stride(0)
+    halves_kernel[n, b](values, out, tops, least, d, *strides, BLOCK=next_power_of_2(d))
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:

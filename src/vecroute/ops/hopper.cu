@@ -94,13 +94,13 @@ template <int STAGES, int BYTES, int WARPS> struct Parts {
         if (threadIdx.x == 0)
             for (int k = 0; k < STAGES; ++k) {
                 barrier_init(barrier(0, k));
-                count(k, 0);
+                reset(k);
                 if (k < n) load(k);
             }
         __syncthreads();
     }
-    INLINE void count(int k, u32 n) const {
-        asm volatile("st.shared.u32 [%0], %1;" :: "r"(barrier(1, k)), "r"(n) : "memory");
+    INLINE void reset(int k) const {
+        asm volatile("st.shared.u32 [%0], %1;" :: "r"(barrier(1, k)), "r"(0) : "memory");
     }
     INLINE void used_counting(int k) const {
         if (threadIdx.x % 32) return;
@@ -108,7 +108,7 @@ template <int STAGES, int BYTES, int WARPS> struct Parts {
         asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
                      : "=r"(others) : "r"(barrier(1, k)) : "memory");
         if (others < WARPS - 1 || k + STAGES >= n) return;
-        count(k, 0);
+        reset(k);
         load(k + STAGES);
     }
     INLINE void finish(int k) const {  // what is on its way arrives before the memory is somebody else's

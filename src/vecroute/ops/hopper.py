@@ -14,7 +14,7 @@ CANNOT_COMPILE = (ImportError, OSError, RuntimeError, AttributeError)  # no NVRT
 @cache
 def has_shared_bytes(n: int, device: torch.device) -> bool:
     """Whether a device is of this kind, and has so many bytes of shared memory for a block."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     properties: Any = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor) == (9, 0) and n <= properties.shared_memory_per_block_optin

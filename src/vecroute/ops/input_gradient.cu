@@ -8,7 +8,7 @@
 // goes by some columns at a time; so pairs come from memory once, and M, from the cache, once for all rows of a
 // block. With 128 columns the tensor cores are a third faster than with 64, for which alone there are registers
 // where x_inp and W_A have some too.
-// x_inp and W_A are on their way to registers while the tensor cores multiply.
+// x_inp and W_A, but in a BATCH, are on their way to registers while the tensor cores multiply.
 //
 // Pairs may wait in the rows of grad_W_A: a row is read and written by one warp alone.
 //
@@ -27,7 +27,7 @@ constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], after th
 constexpr int BARRIERS = PRODUCTS + (1 - BATCH) * GROUPS * ROWS * COLUMNS * 4;  // of M
 
 struct Arguments {
-    const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, N_LAST], [d / 64] stages
+    const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, N_LAST], [d / COLUMNS] stages
     const float* top;                         // [WAITING + 1, i] units of pairs, ascending powers of two
     const float *x, *W_A, *grad_a;            // [i, d], [i, d], [i]; none in a BATCH
     float *grad_x, *grad_W_A;                 // [i, d]; the second not in a BATCH

@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
 
     @property
     def n_pairs(self) -> int:
+        """All pairs of a row."""
         return 2 * self.waiting * self.n_out + self.n_last
 
 
@@ -88,11 +89,12 @@ def input_gradient_of_batch(pairs: Tensor, M: Tensor, shared: Tensor, tops: Tens
 
 
 def _without_kernel(sizes: Sizes, pairs, M, shared, tops, grad_x) -> None:
-    """The same by PyTorch, where kernels are interpreted."""
+    """The same by PyTorch, where kernels are interpreted: in float16 all of a row in the unit of the last."""
     j, (b, _, k) = sizes.n_out, pairs.shape
     of_second = torch.arange(k) // j  # which blocks of outputs are of the second iteration
     of_second = (of_second < 2) | (of_second == 3)  # [k]
-    pairs = pairs * torch.where(of_second, tops[0, ..., None], tops[1, ..., None]) / 2**28  # [b, i, k]
+    before = (tops[0] / tops[1]).half()[..., None]  # [b, i, 1]
+    pairs = torch.where(of_second, pairs * before, pairs).float() * (tops[1, ..., None] / 2**28)  # [b, i, k]
     torch.bmm(pairs, torch.cat((M, shared.expand(b, -1, -1)), 1).float(), out=grad_x)
 
 

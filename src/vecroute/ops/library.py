@@ -55,20 +55,25 @@ loop_op = torch.library.custom_op("vecroute::loop", run_loop, mutates_args=())
 def tf32_under_autocast(p: Problem):
     """Where autocast asks for products in half precision of a float32 x_inp on a GPU, let them be tf32.
 
-    Autocast itself is off: what is rounded is for the loop to say. Kernels are launched on the device of
-    x_inp, whichever is current.
+    Autocast itself is off: what is rounded is for the loop to say. So are sums in float16, whose range they
+    leave. Kernels are launched on the device of x_inp, whichever is current.
     """
     device = torch.cuda.device(p.x_inp.device) if p.x_inp.is_cuda else nullcontext()
     tf32 = p.x_inp.is_cuda and p.x_inp.dtype == torch.float32 != p.rounded
-    before = torch.backends.cuda.matmul.fp32_precision
+    matmul = torch.backends.cuda.matmul
+    precision, sums = matmul.fp32_precision, matmul.allow_fp16_accumulation
     with without_autocast(p.x_inp), device:
         try:
             if tf32:
-                torch.backends.cuda.matmul.fp32_precision = "tf32"
+                matmul.fp32_precision = "tf32"
+            if sums:
+                matmul.allow_fp16_accumulation = False
             yield
         finally:
             if tf32:
-                torch.backends.cuda.matmul.fp32_precision = before
+                matmul.fp32_precision = precision
+            if sums:
+                matmul.allow_fp16_accumulation = True
 
 
 def n_columns(p: Problem, need_phi: bool, outputs: Sequence[int] | None) -> int:

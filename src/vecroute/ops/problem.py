@@ -193,7 +193,9 @@ class Problem:
             return self
         use = self.use if self.use is None or len(self.use) == 1 else self.use[samples]  # [b or 1, i, j or 1]
         x_inp, sqrt_n_inp = self.x_inp[samples], self.sqrt_n_inp[samples]  # [b, i, d], [b, 1]
-        return replace(self, x_inp=x_inp, use=use, sqrt_n_inp=sqrt_n_inp, copies={})  # which have all samples
+        return replace(
+            self, x_inp=x_inp, use=use, sqrt_n_inp=sqrt_n_inp, copies={}, half=None
+        )  # which have all samples
 
     def total(self, *sums: Tensor) -> None:
         """Make sums over the inputs here sums over those of every rank, in place."""
