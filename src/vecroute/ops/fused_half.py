@@ -179,12 +179,10 @@ def last_phi_backward_kernel(
     z = product_of(pairs + n_out, M_tops + n_out, x_top, o_j, m_i, m_j)
     R, rest = competition(z + tl.load(B_S + o_j, mask=m_j, other=0.0).to(tl.float32), m_j)
     c_sum = beta_of(c, c_tops, bias, x_top, o_j, m_i, m_j)
-    u = tl.where(
-        m, c_sum * (R - PRIOR) + beta_of(c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j), 0.0
-    )
-    grad_phi = product_of(pairs, M_tops, x_top, o_j, m_i, m_j) + tl.load(
-        grad_s + b * n_out + o_j, mask=m_j, other=0.0
-    )
+    flat = beta_of(c + n_out, c_tops + n_out, bias + n_out, x_top, o_j, m_i, m_j)
+    u = tl.where(m, c_sum * (R - PRIOR) + flat, 0.0)
+    grad_phi = product_of(pairs, M_tops, x_top, o_j, m_i, m_j)
+    grad_phi += tl.load(grad_s + b * n_out + o_j, mask=m_j, other=0.0)
     tl.store(grad_f + row, tl.sum(u * grad_phi, 1)[:, None], mask=m_i)
     b_f = tl.load(f + row, mask=m_i, other=0.0)
     g = tl.where(m, grad_phi * b_f, 0.0)  # of the flat c
@@ -204,10 +202,8 @@ def last_phi_backward_kernel(
     grad_dot *= tl.load(M_tops + n_out + o_j, mask=m_j, other=0.0)
     grad_sum *= tl.load(c_tops + o_j, mask=m_j, other=0.0)
     g *= tl.load(c_tops + n_out + o_j, mask=m_j, other=0.0)
-    greatest = tl.maximum(
-        tl.maximum(tl.abs(b_phi), tl.abs(grad_dot)), tl.maximum(tl.abs(grad_sum), tl.abs(g))
-    )
-    top = top_of_rows(greatest)
+    greatest = tl.maximum(tl.maximum(tl.abs(b_phi), tl.abs(grad_dot)), tl.abs(grad_sum))
+    top = top_of_rows(tl.maximum(greatest, tl.abs(g)))
     tl.store(tops + row, top, mask=m_i)
     results += row * results_i
     store_halves(b_phi, results + o_j, top, m)
@@ -245,10 +241,8 @@ def first_phi_backward_kernel(
     grad_phi += tl.load(grad_s + b * n_out + o_j, mask=m_j, other=0.0)
     a = tl.load(grad_f + row, mask=m_i, other=0.0) + tl.sum(u * grad_phi, 1)[:, None]
     a *= b_f * (1.0 - b_f) / tl.load(sqrt_n_inp + b)
-    old, c_top = (
-        tl.load(before + row, mask=m_i, other=0.0),
-        tl.load(c_tops + n_out + o_j, mask=m_j, other=1.0),
-    )
+    old = tl.load(before + row, mask=m_i, other=0.0)
+    c_top = tl.load(c_tops + n_out + o_j, mask=m_j, other=1.0)
     g = tl.load(results + 4 * n_out + o_j, mask=m, other=0.0).to(tl.float32) * (old * (1.0 / 2**14) / c_top)
     g += tl.where(m, grad_phi * b_f, 0.0)
     sums += tile * (n_out + 1)

@@ -21,7 +21,10 @@ SMALL_COPY = 2**26  # up to so many bytes what is rounded is kept for all passes
 
 
 class Tuning(NamedTuple):
-    """How a call is cut up: rows of a chunk (0: chosen from the shapes), bytes of i x j quantities kept."""
+    """How a call is cut up: rows of a chunk (0: chosen from the shapes), bytes of i x j quantities kept.
+
+    Of large batches on Hopper GPUs x_inp in float16 is kept too, up to four times as many bytes.
+    """
 
     rows: int = 0
     keep_bytes: int = 64 * 2**20
