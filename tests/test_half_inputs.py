@@ -6,8 +6,9 @@ from samples import with_noise
 from tolerance import assert_as_good, outcome, twin, upstream
 
 import vecroute as vr
-from vecroute.ops import Tuning, half_inputs
+from vecroute.ops import Tuning, half_inputs, half_passes
 
+pytestmark = pytest.mark.usefixtures("tf32", "device")
 CASES = [  # b, n_inp, n_out, d_inp
     (2, 70, 8, 128),
     (1, 64, 16, 128),
@@ -16,13 +17,6 @@ CASES = [  # b, n_inp, n_out, d_inp
     (1, 200, 56, 256),
     (2, 130, 16, 640),  # five parts of M: each place has one more than once
 ]
-
-
-@pytest.fixture(autouse=True)
-def device(tf32):
-    """A GPU where there is one, and tf32."""
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
-        yield device
 
 
 @pytest.fixture
@@ -43,8 +37,8 @@ def calls(monkeypatch):
     return calls
 
 
-def make(n_out: int, d_inp: int, n_iters: int = 2) -> vr.VectorRouting:
-    sizes = {"n_inp": None, "n_out": n_out, "d_inp": d_inp, "d_out": 24, "n_iters": n_iters}
+def make(n_out: int, d_inp: int) -> vr.VectorRouting:
+    sizes = {"n_inp": None, "n_out": n_out, "d_inp": d_inp, "d_out": 24}
     return with_noise(vr.VectorRouting(**sizes, implementation="fused"))
 
 
@@ -168,6 +162,24 @@ def test_backward_again(calls):
     first, second = (torch.autograd.grad(total, x_inp, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
     assert calls
+
+
+def test_no_sums_in_float16(calls, monkeypatch):
+    """Whatever PyTorch is allowed, products of float16 with units would leave its range."""
+    matmul, seen, multiply = torch.backends.cuda.matmul, [], half_passes.product
+
+    def watched(*args):
+        seen.append(matmul.allow_fp16_accumulation)
+        multiply(*args)
+
+    monkeypatch.setattr(half_passes, "product", watched)
+    before, matmul.allow_fp16_accumulation = matmul.allow_fp16_accumulation, True
+    try:
+        make(16, 128)(torch.randn(2, 9, 128, requires_grad=True)).sum().backward()
+        assert matmul.allow_fp16_accumulation
+    finally:
+        matmul.allow_fp16_accumulation = before
+    assert seen == [False] * 4
 
 
 def test_opcheck(calls):

@@ -8,6 +8,7 @@ from tolerance import assert_as_good, assert_layer_as_good, outcome, twin
 import vecroute as vr
 from vecroute.ops import Tuning, fused_halves, input_gradient, products
 
+pytestmark = pytest.mark.usefixtures("tf32", "device")
 CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
     (2, 90, 20, 256, 0),
     (3, 70, 20, 256, 32),
@@ -15,13 +16,6 @@ CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
     (2, 33, 7, 140, 16),  # less than a block of rows, and more than one of columns, but not two
     (2, 20, 127, 384, 0),  # pairs that wait fill the first block of columns
 ]
-
-
-@pytest.fixture(autouse=True)
-def device(tf32):
-    """A GPU where there is one, and tf32."""
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
-        yield device
 
 
 @pytest.fixture

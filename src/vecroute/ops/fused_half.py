@@ -49,11 +49,14 @@ def halves_kernel(
 
 
 @triton.jit
-def rows_of_tile(n_inp, BLOCK_I: tl.constexpr):
-    """Of a program for a tile of a sample: which tile, which sample, its rows, and those that there are."""
-    b = tl.program_id(1)
+def block_of_tile(x_tops, n_inp, n_out, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+    """Of a program for a tile of a sample: which tile, which sample; its rows and outputs; which rows, outputs
+    and pairs there are; and the tops of these rows of x_inp."""
+    b, o_j = tl.program_id(1), tl.arange(0, BLOCK_J)[None, :]
     o_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
-    return b * tl.num_programs(0) + tl.program_id(0), b, b * n_inp + o_i, o_i < n_inp
+    row, m_i, m_j = b * n_inp + o_i, o_i < n_inp, o_j < n_out
+    x_top = tl.load(x_tops + row, mask=m_i, other=0.0)
+    return b * tl.num_programs(0) + tl.program_id(0), b, row, o_j, m_i, m_j, m_i & m_j, x_top
 
 
 @triton.jit
@@ -107,11 +110,7 @@ def first_phi_kernel(
 ):  # fmt: skip
     """f(a_inp), and phi = f c of the first iteration, with the flat c."""
     n_out, n_c, phi_i = n_out * 8, n_c * 8, phi_i * 8
-    tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
-    o_j = tl.arange(0, BLOCK_J)[None, :]
-    m_j = o_j < n_out
-    m = m_i & m_j
-    x_top = tl.load(x_tops + row, mask=m_i, other=0.0)
+    tile, b, row, o_j, m_i, m_j, m, x_top = block_of_tile(x_tops, n_inp, n_out, BLOCK_I, BLOCK_J)
     c += row * n_c
     a = tl.load(c + 2 * n_out, mask=m_i, other=0.0) * (x_top * tl.load(c_tops + 2 * n_out) * (1.0 / 2**28))
     b_f = 1.0 / (1.0 + tl.exp(-(a / tl.load(sqrt_n_inp + b) + tl.load(B_A).to(tl.float32))))
@@ -135,11 +134,7 @@ def last_phi_kernel(
 ):  # fmt: skip
     """phi = f (c_sum (R - prior) + c) of the second iteration."""
     n_out, n_c, phi_i = n_out * 8, n_c * 8, phi_i * 8
-    tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
-    o_j = tl.arange(0, BLOCK_J)[None, :]
-    m_j = o_j < n_out
-    m = m_i & m_j
-    x_top = tl.load(x_tops + row, mask=m_i, other=0.0)
+    tile, b, row, o_j, m_i, m_j, m, x_top = block_of_tile(x_tops, n_inp, n_out, BLOCK_I, BLOCK_J)
     c += row * n_c
     z = product_of(dot + row * n_out, M_tops + b * n_out, x_top, o_j, m_i, m_j)
     R, _ = competition(z + tl.load(B_S + o_j, mask=m_j, other=0.0).to(tl.float32), m_j)
@@ -168,11 +163,7 @@ def last_phi_backward_kernel(
 ):  # fmt: skip
     """The gradient of ``last_phi_kernel``; results: phi, of dot, nothing yet, of c_sum, of the flat c."""
     n_out, n_c, results_i, to_sum_i = n_out * 8, n_c * 8, results_i * 8, to_sum_i * 8
-    tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
-    o_j = tl.arange(0, BLOCK_J)[None, :]
-    m_j = o_j < n_out
-    m = m_i & m_j
-    x_top = tl.load(x_tops + row, mask=m_i, other=0.0)
+    tile, b, row, o_j, m_i, m_j, m, x_top = block_of_tile(x_tops, n_inp, n_out, BLOCK_I, BLOCK_J)
     pairs += row * 2 * n_out
     c += row * n_c
     M_tops += b * M_tops_b
@@ -228,11 +219,8 @@ def first_phi_backward_kernel(
 ):  # fmt: skip
     """The gradient of ``first_phi_kernel``, after that of ``last_phi_kernel``."""
     n_out, n_c, results_i, to_sum_i = n_out * 8, n_c * 8, results_i * 8, to_sum_i * 8
-    tile, b, row, m_i = rows_of_tile(n_inp, BLOCK_I)
-    o_j, o_a = tl.arange(0, BLOCK_J)[None, :], tl.arange(0, 8)[None, :]
-    m_j = o_j < n_out
-    m = m_i & m_j
-    x_top = tl.load(x_tops + row, mask=m_i, other=0.0)
+    tile, b, row, o_j, m_i, m_j, m, x_top = block_of_tile(x_tops, n_inp, n_out, BLOCK_I, BLOCK_J)
+    o_a = tl.arange(0, 8)[None, :]
     results += row * results_i
     M_tops += b * M_tops_b
     b_f = tl.load(f + row, mask=m_i, other=0.0)
