@@ -50,7 +50,7 @@ def halves_kernel(
 
 @triton.jit
 def block_of_tile(x_tops, n_inp, n_out, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Of a program for a tile of a sample: which tile, which sample; its rows and outputs; which rows, outputs
+    """Of a program for a tile of a sample: which tile and sample; its rows and outputs; which rows, outputs
     and pairs there are; and the tops of these rows of x_inp."""
     b, o_j = tl.program_id(1), tl.arange(0, BLOCK_J)[None, :]
     o_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
