@@ -13,7 +13,7 @@ import vecroute as vr
 from vecroute.ops import Tuning, chunked_steps, fused, fused_matrix, loop, passes
 from vecroute.ops import problem as problems
 from vecroute.ops.chunks import Chunk, Room, alike
-from vecroute.ops.library import operator_arguments, problem
+from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("tf32")  # else products are kernels of their own

@@ -10,7 +10,7 @@ from tolerance import assert_layer_as_good, outcome, twin
 import vecroute as vr
 from vecroute.ops import Tuning
 from vecroute.ops.chunks import chunks
-from vecroute.ops.library import operator_arguments, problem, sqrt_lengths
+from vecroute.ops.autograd import operator_arguments, problem, sqrt_lengths
 
 SIZES = [  # n_inp, n_out, d_inp, d_out
     (63, 5, 17, 9),
@@ -393,12 +393,12 @@ def test_plain_calls_go_past_the_dispatcher(implementation, monkeypatch):
     """With the numbers of the operator, which is for whoever follows calls: compilers, modes, fake ones."""
     layer, x_inp = make(9, 3, 5, 4, fixed=True, implementation=implementation), torch.randn(2, 9, 5)
     plain = outcome(layer, x_inp)
-    monkeypatch.setattr("vecroute.ops.library.is_plain", lambda x: False)
+    monkeypatch.setattr("vecroute.ops.autograd.is_plain", lambda x: False)
     for name, expected in outcome(layer, x_inp).items():
         torch.testing.assert_close(plain[name], expected, rtol=0, atol=0)
     monkeypatch.undo()
     for op in ("loop_op", "loop_backward_op"):
-        monkeypatch.setattr(f"vecroute.ops.library.{op}", None)
+        monkeypatch.setattr(f"vecroute.ops.autograd.{op}", None)
     outcome(layer, x_inp)
 
 
@@ -406,7 +406,7 @@ def test_lengths_of_plain_calls(monkeypatch):
     """Computed by the host: the same numbers, and 1 where there are no inputs."""
     xs = [torch.empty(2, 3, n, 4) for n in (0, 1, 7, 350, 4925, 999_983)]
     plain = [sqrt_lengths(x, None, None, "") for x in xs]  # [6, 1] each
-    monkeypatch.setattr("vecroute.ops.library.is_plain", lambda x: False)
+    monkeypatch.setattr("vecroute.ops.autograd.is_plain", lambda x: False)
     for x, lengths in zip(xs, plain, strict=True):
         torch.testing.assert_close(lengths, sqrt_lengths(x, None, None, ""), rtol=2e-7, atol=0)
     assert plain[0].tolist() == [[1.0]] * 6

@@ -21,7 +21,7 @@ from vecroute.ops import (
 )
 from vecroute.ops.chunks import Chunk
 from vecroute.ops.columns import Columns
-from vecroute.ops.library import operator_arguments, problem
+from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.problem import Grads
 
 pytestmark = pytest.mark.usefixtures("device")

@@ -12,7 +12,7 @@ from vecroute.ops import Tuning, fused, fused_rows, fused_steps, passes, waiting
 from vecroute.ops import problem as problems
 from vecroute.ops.chunks import Chunk, Room, as_operand
 from vecroute.ops.columns import new_matrix
-from vecroute.ops.library import operator_arguments, problem
+from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.passes import new_kept
 
 CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk

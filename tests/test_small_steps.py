@@ -12,7 +12,7 @@ from tolerance import twin, upstream
 import vecroute as vr
 from vecroute.ops import Tuning, fused_norm, fused_steps
 from vecroute.ops.common import cdiv, next_power_of_2
-from vecroute.ops.library import operator_arguments, problem
+from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.problem import Grads, Problem
 
 SIZES = [  # b, n_out, d_inp, d_out

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.common import Weights, compute_dtype, is_exporting
-from vecroute.ops.library import route_streamed
-from vecroute.ops.problem import Tuning
+from vecroute.ops.autograd import route_streamed
+from vecroute.ops.plan import Tuning
 from vecroute.ops.reference import route_reference
 from vecroute.ops.steps import StreamedSteps
 

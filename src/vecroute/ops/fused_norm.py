@@ -38,7 +38,7 @@ def normalize_backward_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     o_h = tl.arange(0, BLOCK_D)[None, :]
     m = (row < n_rows) & (o_h < d_out)
-    b_grad = tl.load(grad_v + row * d_out + o_h, mask=m, other=0.0).to(tl.float32)
+    b_grad = tl.load(grad_v + row * d_out + o_h, mask=m, other=0.0).to(x.dtype.element_ty)
     b_v, rstd = normalize_rows(x, row, o_h, m, d_out)
     along = tl.sum(b_v * b_grad, 1)[:, None] / d_out
     b_grad -= tl.sum(b_grad, 1)[:, None] / d_out + b_v * along

@@ -42,8 +42,8 @@ def outputs_kernel(
 
 @triton.jit
 def scores_matrix_kernel(
-    g, W_G2, B_G2, W_S, out,  # [b, j, d], [j, d] twice, [j], [b, j, d]
-    n_rows, n_out, d_inp, out_b,
+    g, W_G2, B_G2, W_S, out,  # [b, j, d], [j, d] twice, [j], [b, j, d] from out_0 on
+    n_rows, n_out, d_inp, out_b, out_0,
     FIXED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """x_hat = W_G2 g + B_G2, and unless FIXED times W_S; a row is one output of one sample."""
@@ -57,7 +57,7 @@ def scores_matrix_kernel(
         x_hat = b_W * tl.load(g + row * d_inp + o_d, mask=m, other=0.0).to(T) + b_B
         if not FIXED:
             x_hat *= tl.load(W_S + j, mask=m_row, other=0.0).to(T)
-        tl.store(out + b * out_b + j * d_inp + o_d, x_hat.to(out.dtype.element_ty), mask=m)
+        tl.store(out + b * out_b + out_0 + j * d_inp + o_d, x_hat.to(out.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def outputs_backward_kernel(
     grad_W_F1, grad_B_F2,  # [parts, j, d], [parts, j, h]
     n_W, n_B,  # programs
     n_batch, n_rows, n_out, d_out, n_d, n_h,  # how many b, b j, j, h, j d, j h
-    grad_y_b,
+    grad_y_b, grad_y_0,  # its stride, and where it begins
     step,  # how many samples a part has
     fresh_W, fresh_B,  # whether these gradients are stored instead of added to
     ONE: tl.constexpr,  # whether there is one sample: then the programs for s see to B_F2
@@ -153,7 +153,7 @@ def outputs_backward_kernel(
     first, last = part * step, tl.minimum((part + 1) * step, n_batch)
     k_B, k_s = k - n_W, k - n_W - n_B
     if k_B < 0:
-        scale_backward(grad_u, y, W_F1, sqrt_n_inp, grad_y, u, grad_W_F1, grad_W_F1, k, part, first, last,
+        scale_backward(grad_u, y, W_F1, sqrt_n_inp, grad_y + grad_y_0, u, grad_W_F1, grad_W_F1, k, part, first, last,
                        n_d, n_d, grad_y_b, fresh_W, True, False, BLOCK_B, BLOCK_N, T)  # fmt: skip
     elif k_s < 0:
         bias_backward(grad_x_out, s, grad_B_F2, k_B, part, first, last, n_out, d_out, n_h, fresh_B, BLOCK_B,
@@ -206,7 +206,7 @@ def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
     b, j, d = g.shape
     blocks = row_blocks(d)
     scores_matrix_kernel[cdiv(b * j, blocks["BLOCK_R"]),](
-        g, p.w.W_G2, p.w.B_G2, p.w.W_S, out, b * j, j, d, out.stride(0),
+        g, p.w.W_G2, p.w.B_G2, p.w.W_S, out, b * j, j, d, out.stride(0), 0,
         FIXED=not p.variable, T=triton_dtype(p), **blocks,
     )  # fmt: skip
     return out
@@ -228,7 +228,7 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
     def launch(n_W: int, n_B: int, n_s: int) -> None:
         outputs_backward_kernel[n_W + n_B + n_s, parts](
             grad_x_out, grad_u, y, s, p.sqrt_n_inp, p.w.W_F1, p.w.B_F2, out, u, rounded, grad_s, grad_W,
-            grad_B, n_W, n_B, b, b * j, j, h, j * d, j * h, out.stride(0), step, fresh_W, fresh_B,
+            grad_B, n_W, n_B, b, b * j, j, h, j * d, j * h, out.stride(0), 0, step, fresh_W, fresh_B,
             ONE=b == 1, ROUNDS=rounds, T=triton_dtype(p), **sums, **by_row,
         )  # fmt: skip
 

@@ -1,7 +1,6 @@
 """Whether a call has x_inp in float16 for all its passes, and memory for that."""
 
 import torch
-from torch import Tensor
 
 from vecroute.ops import input_gradient
 from vecroute.ops.common import aligned
@@ -14,8 +13,8 @@ MOST_OUTPUTS, MOST_FEATURES = 64, 8192  # that kernels have in their registers
 LEAST_PROGRAMS = 96  # of a sum over inputs; with less a GPU is not busy
 
 
-def new_half_inputs(p: Problem, n_iters: int) -> list[Tensor]:
-    """Memory for what ``half_passes.HalfInputs`` has; none where it does not pay.
+def half_inputs(p: Problem, n_iters: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what ``half_passes.HalfInputs`` has; none where it does not pay.
 
     That is for large batches of a variable length where tf32 is asked for, on GPUs that have the kernel of
     ``input_gradient``. float16 has the digits of tf32, at half the bytes and twice the rate.
@@ -26,8 +25,9 @@ def new_half_inputs(p: Problem, n_iters: int) -> list[Tensor]:
     """
     if not (n_iters == 2 and has_whole_samples(p) and has_sizes(p) and has_kernels(p)):
         return []
-    (b, i, d), q, new = p.x_inp.shape, aligned(2 * p.n_out + 1), p.x_inp.new_empty
-    return [new(b, i, d, dtype=torch.float16), new(b, i), new(q, d, dtype=torch.float16), new(q), new(q)]
+    (b, i, d), q = p.x_inp.shape, aligned(2 * p.n_out + 1)
+    half, single = torch.float16, torch.float32
+    return [((b, i, d), half), ((b, i), single), ((q, d), half), ((q,), single), ((q,), single)]
 
 
 def has_whole_samples(p: Problem) -> bool:

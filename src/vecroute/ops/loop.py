@@ -12,30 +12,52 @@ from torch import Tensor
 
 from vecroute.ops import passes
 from vecroute.ops.columns import block_of, new_matrix
-from vecroute.ops.half_inputs import new_half_inputs
+from vecroute.ops.half_inputs import half_inputs
+from vecroute.ops.launch import Memory
 from vecroute.ops.problem import Grads, Problem
 from vecroute.ops.waiting import InputGradient, new_grad_x
 
 
-def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
+HALF = ("half x_inp", "half tops", "half W", "half W_tops", "half bias")  # arrays of ``p.half``
+
+
+def saved_memory(p: Problem, n_iters: int) -> Memory:
+    """What a forward pass saves for the backward, as arrays of one allocation.
+
+    y [t, b, j, d] and s [t, b, j] of every iteration, x_out [t - 1, b, j, h] and g [t - 1, b, j, d] before
+    every iteration but the first, f(a_inp) [b, i], what ``passes`` keep, x_hat too, copies of
+    ``p.kept_copies``, and the arrays of ``p.half``.
+    """
+    b, (j, h), (rows, i, d) = p.sqrt_n_inp.shape[0], p.w.B_F2.shape, p.x_inp.shape
+    arrays = {
+        "y": ((n_iters, b, j, d), p.dtype),
+        "s": ((n_iters, b, j), p.dtype),
+        "before": ((n_iters - 1, b, j, h), p.dtype),
+        "g": ((n_iters - 1, b, j, d), p.step_dtype),
+        "f_a_inp": ((rows, i), p.dtype),
+        "kept": passes.kept_array(p, n_iters),
+        "x_hat": passes.x_hat_array(p, n_iters),
+    }
+    arrays |= {f"copy of {name}": (tuple(t.shape), dtype) for name, (t, dtype) in p.kept_copies.items()}
+    arrays |= dict(zip(HALF, half_inputs(p, n_iters), strict=False))
+    return Memory(arrays)
+
+
+def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None) -> tuple[Tensor, Tensor]:
     """Run the loop; phi [b, i, j], where given, is filled in the last iteration, for some outputs or for all.
 
     Returns:
-        x_out [b, j, h], and what the backward pass needs: y [t, b, j, d] and s [t, b, j] of every iteration,
-        x_out [t - 1, b, j, h] and g [t - 1, b, j, d] before every iteration but the first, f(a_inp) [b, i],
-        what ``passes`` keep, x_hat too, and copies of ``p.kept_copies``; after them those of ``p.half``.
+        x_out [b, j, h], and the memory that the backward pass needs.
     """
-    b, (j, h), d = p.sqrt_n_inp.shape[0], p.w.B_F2.shape, p.x_inp.shape[-1]
-
-    def empty(*shape: int, dtype: torch.dtype = p.dtype) -> Tensor:
-        return p.x_inp.new_empty(*shape, dtype=dtype)
-
-    y, s = empty(n_iters, b, j, d), empty(n_iters, b, j)  # [t, b, j, d], [t, b, j]
-    before = empty(n_iters - 1, b, j, h)  # [t - 1, b, j, h]
-    g = empty(n_iters - 1, b, j, d, dtype=p.step_dtype)  # [t - 1, b, j, d]
-    f_a_inp = empty(*p.x_inp.shape[:2])  # [b, i]
-    kept, x_hat = passes.new_kept(p, n_iters), passes.new_x_hat(p, n_iters)  # and [t - 1 or 0, b, j, d]
-    halves = new_half_inputs(p, n_iters)
+    memory = saved_memory(p, n_iters)
+    saved = memory.new(p.x_inp)
+    kept_in_memory = {name: memory.tensor(saved, name) for name in memory.arrays}
+    y, s, before, g, f_a_inp, kept, x_hat, *_ = kept_in_memory.values()
+    if p.width > p.n_out and len(x_hat):
+        x_hat[..., p.n_out :, :] = 0  # rows that no output has
+    for name, (t, _) in p.kept_copies.items():
+        p.copies[name] = kept_in_memory[f"copy of {name}"].copy_(t)
+    halves = [kept_in_memory[name] for name in HALF if name in kept_in_memory]
     p.half = p.half_passes.HalfInputs(*halves).fill(p) if halves else None
     M = None
     for t in range(n_iters):
@@ -50,16 +72,17 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None):
             elif M is None:
                 M = new_matrix(p, 1)  # [b, j, d]
             p.steps.scores_matrix(p, p.steps.predicted(p, x_out, g[t]), block_of(p, M, 0))
-    copies = [*(p.in_dtype(name, *of) for name, of in p.kept_copies.items()), *halves]
-    return x_out, y, s, before, g, f_a_inp, kept, x_hat, copies
+    return x_out, saved
 
 
-def backward(p: Problem, grad_x_out, y, s, before, g, f_a_inp, kept, x_hat, copies, need_grad_x: bool):
+def backward(p: Problem, grad_x_out: Tensor, n_iters: int, saved: Tensor, need_grad_x: bool):
     """Gradients of x_inp (None if not needed) and of the parameters, from grad_x_out [b, j, h]."""
-    n_iters = y.shape[0]
-    n_kept = len(p.kept_copies)
-    p.copies.update(zip(p.kept_copies, copies[:n_kept], strict=True))
-    p.half = p.half_passes.HalfInputs(*copies[n_kept:]) if copies[n_kept:] else None
+    memory = saved_memory(p, n_iters)
+    kept_in_memory = {name: memory.tensor(saved, name) for name in memory.arrays}
+    y, s, before, g, f_a_inp, kept, x_hat, *_ = kept_in_memory.values()
+    p.copies.update({name: kept_in_memory[f"copy of {name}"] for name in p.kept_copies})
+    halves = [kept_in_memory[name] for name in HALF if name in kept_in_memory]
+    p.half = p.half_passes.HalfInputs(*halves) if halves else None
     grads = passes.new_grads(p, n_iters)
     grad_x = new_grad_x(p, need_grad_x)  # [b, i, d]
     for part in p.parts():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vecroute.ops import clusters, rounded_product
 from vecroute.ops.chunks import Room, alike, as_operand, chunks, inputs, of_chunk
-from vecroute.ops.columns import Columns, new_rows
+from vecroute.ops.columns import Columns
 from vecroute.ops.common import aligned
 from vecroute.ops.problem import SMALL_COPY, Grads, Problem, over_samples
 from vecroute.ops.products import (
@@ -32,7 +32,13 @@ FORWARD_SHARE = {False: 22, True: 64}
 
 
 def new_kept(p: Problem, n_iters: int) -> Tensor:
-    """Memory for what is kept of every pair, [b, i, k]; none if it costs no product or does not fit.
+    """Memory of ``kept_array``."""
+    shape, dtype = kept_array(p, n_iters)
+    return p.x_inp.new_empty(shape, dtype=dtype)  # [b, i, k]
+
+
+def kept_array(p: Problem, n_iters: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of what is kept of every pair, [b, i, k]; none if it costs no product or does not fit.
 
     Of a variable length that is c_sum and c_ign, for ``fused`` as a product gives them: before a_inp. Of a
     fixed length, on a CPU or with many outputs, the dot product of every iteration but the first; else a GPU
@@ -44,18 +50,18 @@ def new_kept(p: Problem, n_iters: int) -> Tensor:
         k = aligned(k + 1)
     keep = n_iters > 1 and b * i * k * p.pair_dtype.itemsize <= p.tuning.keep_bytes
     keep &= p.variable or p.x_inp.device.type == "cpu" or p.pair_dtype != p.dtype
-    return p.x_inp.new_empty(b if keep else 0, i, k, dtype=p.pair_dtype)  # [b, i, k]
+    return (b if keep else 0, i, k), p.pair_dtype
 
 
-def new_x_hat(p: Problem, n_iters: int) -> Tensor:
-    """Memory for the matrices of the scores, [t - 1, b, j, d], where it is faster to copy than to make them.
+def x_hat_array(p: Problem, n_iters: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the matrices of the scores, [t - 1, b, j, d], where it is faster to copy than to make them.
 
     That is where they are small, and rounded: what they are made of is not.
     """
     b, j, d = p.sqrt_n_inp.shape[0], p.width, p.w.W_F1.shape[1]  # not len, a constant for compilers
     size = (n_iters - 1) * b * j * d * p.operand_dtype.itemsize
     keep = p.pair_dtype != p.dtype and size <= min(SMALL_COPY, p.tuning.keep_bytes)
-    return new_rows(p, n_iters - 1 if keep else 0, b)  # [t - 1, b, j, d]
+    return (n_iters - 1 if keep else 0, b, j, d), p.operand_dtype
 
 
 def kept_in(p: Problem, kept: Tensor, t: int) -> Tensor:

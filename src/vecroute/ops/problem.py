@@ -5,29 +5,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vecroute.ops.common import Weights, aligned, cdiv, compute_dtype
 from vecroute.ops.group import add_up
+from vecroute.ops.plan import Tuning
 
 # From how many outputs on bfloat16 pays for rounding float32 operands, found by trial on one H200; and up to
 # how many ``fused_rows`` has a whole row in registers.
 MANY_OUTPUTS, MOST_OUTPUTS = 1024, 4096
 PART_BYTES = 2**21  # about so many has [b, j, d] of the samples that go through a backward on a CPU
 SMALL_COPY = 2**26  # up to so many bytes what is rounded is kept for all passes of a call and of its backward
-
-
-class Tuning(NamedTuple):
-    """How a call is cut up: rows of a chunk (0: chosen from the shapes), bytes of i x j quantities kept.
-
-    Of large batches on Hopper GPUs x_inp in float16 is kept too, up to four times as many bytes.
-    """
-
-    rows: int = 0
-    keep_bytes: int = 64 * 2**20
 
 
 @dataclass

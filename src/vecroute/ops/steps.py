@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from vecroute.ops import passes
 from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.common import Weights
-from vecroute.ops.library import n_columns, operator_arguments, problem, tf32_under_autocast
+from vecroute.ops.autograd import n_columns, operator_arguments, problem, tf32_under_autocast
 from vecroute.ops.waiting import InputGradient, new_grad_x
 
 
@@ -28,7 +28,7 @@ class StreamedSteps:
             x_inp, weights, *args, cu_seqlens=cu_seqlens, **options
         )
         self.p = problem(self.x.detach(), [w.detach() for w in self.weights], *rest)
-        self.f_a_inp = self.x.new_empty(self.x.shape[:2], dtype=self.p.dtype)  # [b, i]
+        self.f_a_inp = self.x.new_empty(self.p.x_inp.shape[:2], dtype=self.p.dtype)  # [b, i]
         self.kept = passes.new_kept(self.p, 2 if self.p.variable else 1)  # no dot products
         self.ij = x_inp.shape[:-1]  # without the j
         with torch.no_grad():
@@ -46,7 +46,7 @@ class StreamedSteps:
             phi = (
                 self.x.new_empty(*self.ij, columns, dtype=self.p.dtype) if phi_out is None else phi_out
             )  # [..., i, j]
-        fill = (None if phi is None else phi.view(*self.x.shape[:2], phi.shape[-1]), outputs)  # [b, i, j]
+        fill = (None if phi is None else phi.view(*self.p.x_inp.shape[:2], phi.shape[-1]), outputs)  # [b, i, j]
         x_new = _Step.apply(self, fill, self._flat(x_out), self.x, *self.weights)  # [b, j, h]
         return (x_new if phi_out is None else x_new.detach()).reshape(x_out.shape), phi
 

@@ -1,0 +1,356 @@
+"""The streamed loop as PyTorch operators, so that autograd and torch.compile know it."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from vecroute.ops import loop
+from vecroute.ops.common import Weights, compute_dtype, product_dtype, used_pairs, without_autocast
+from vecroute.ops.group import all_reduce
+from vecroute.ops.plan import Case, Plan, Tuning, make_plan
+from vecroute.ops.problem import Problem
+
+
+def named(weights: Sequence[Tensor]) -> Weights:
+    """The parameters by name, from those that there are: two betas, or four parameters that give them."""
+    betas = weights[10:]
+    return Weights(*weights[:10], *(betas if len(betas) == 2 else (None, None, *betas)))
+
+
+def problem(
+    x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
+) -> Problem:
+    """The arguments of the operators for the paths that go by chunks, batch dimensions flattened to one."""
+    batch = x_inp.shape[:-2]
+    use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
+    if use is not None:
+        use = use.expand(*batch, *use.shape[-2:]).reshape(math.prod(batch), *use.shape[-2:])  # [b, i, j or 1]
+    sqrt_n_inp = sqrt_lengths(x_inp, input_mask, cu_seqlens, group)  # [b, 1]
+    x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
+    options = prior, rounded, Tuning(*tuning), implementation, group
+    return Problem(x, named(weights), use, sqrt_n_inp, cu_seqlens, *options)
+
+
+def plan_of(
+    x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group, n_iters
+) -> Plan:
+    """The plan of a call of the operators."""
+    B_F2, variable = weights[4], len(weights) > 12
+    case = Case(
+        tuple(x_inp.shape), x_inp.dtype, rounded, weights[0].dtype, *B_F2.shape, n_iters, variable,
+        input_mask is not None, None if pair_mask is None else mask_strides(pair_mask, x_inp),
+        None if cu_seqlens is None else (len(cu_seqlens) - 1, cu_seqlens.dtype), prior, implementation,
+        Tuning(*tuning), bool(group), is_tf32(x_inp, rounded), x_inp.device,
+    )  # fmt: skip
+    return make_plan(case)
+
+
+def mask_strides(mask: Tensor, x_inp: Tensor) -> tuple[int, ...]:
+    """Strides of a pair mask [b, i, j] with the batch dimensions of x_inp as one."""
+    batch = x_inp.shape[:-2]
+    mask = mask.expand(*batch, *mask.shape[-2:])  # [..., i, j]
+    return (mask if len(batch) == 1 else mask.reshape(-1, *mask.shape[-2:])).stride()
+
+
+def is_tf32(x_inp: Tensor, rounded: torch.dtype) -> bool:
+    """Whether products of float32 are tf32: by name, or since autocast would round them to less."""
+    if x_inp.dtype != torch.float32:
+        return False
+    return rounded != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def run_loop(
+    x_inp: Tensor,
+    weights: Sequence[Tensor],
+    input_mask: Tensor | None,
+    pair_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    prior: float,
+    rounded: torch.dtype,
+    tuning: Sequence[int],
+    implementation: str,
+    group: str,
+    n_iters: int,
+    need_phi: bool,
+    outputs: Sequence[int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x_out [..., j, h], phi [..., i, j] of the given outputs (None for all), and memory for the backward."""
+    call = x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
+    plan = plan_of(*call, n_iters)
+    if plan.path == "batch":
+        return run_batch(plan, x_inp, named(weights), input_mask, pair_mask, cu_seqlens, need_phi, outputs)
+    p = problem(*call)
+    shape = x_inp.shape[:-1]
+    phi = x_inp.new_empty(*shape, n_columns(p, need_phi, outputs), dtype=p.dtype)  # [..., i, j]
+    with tf32_under_autocast(p):
+        flat_phi = phi.view(*p.x_inp.shape[:2], phi.shape[-1]) if need_phi else None  # [b, i, j]
+        x_out, saved = loop.forward(p, n_iters, flat_phi, outputs)
+    batch = x_out.shape[:1] if cu_seqlens is not None else x_inp.shape[:-2]
+    return x_out.view(*batch, *x_out.shape[1:]), phi, saved
+
+
+def run_batch(plan: Plan, x_inp, w: Weights, input_mask, pair_mask, cu_seqlens, need_phi, outputs):
+    """The same on the batch path."""
+    from vecroute.ops.paths import batch
+
+    shape = x_inp.shape[:-1]
+    dtype = compute_dtype(x_inp.dtype)
+    phi = x_inp.new_empty(*shape, w.W_F1.shape[0] if need_phi else 0, dtype=dtype)  # [..., i, j]
+    with on_device(x_inp):
+        x_out, saved = batch.forward(
+            plan.steps, *batch.arguments(x_inp, w, input_mask, pair_mask), cu_seqlens, phi if need_phi else None
+        )
+    return x_out, phi if outputs is None or not need_phi else phi[..., list(outputs)].contiguous(), saved
+
+
+def on_device(x: Tensor):
+    """Kernels are launched on the device of x, whichever is current."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return nullcontext()
+
+
+loop_op = torch.library.custom_op("vecroute::loop", run_loop, mutates_args=())
+
+
+@contextmanager
+def tf32_under_autocast(p: Problem):
+    """Where autocast asks for products in half precision of a float32 x_inp on a GPU, let them be tf32.
+
+    Autocast itself is off: what is rounded is for the loop to say. So are sums in float16, whose range they
+    leave. Kernels are launched on the device of x_inp, whichever is current.
+    """
+    tf32 = p.x_inp.is_cuda and p.x_inp.dtype == torch.float32 != p.rounded
+    matmul = torch.backends.cuda.matmul
+    precision, sums = matmul.fp32_precision, matmul.allow_fp16_accumulation
+    with without_autocast(p.x_inp), on_device(p.x_inp):
+        try:
+            if tf32:
+                matmul.fp32_precision = "tf32"
+            if sums:
+                matmul.allow_fp16_accumulation = False
+            yield
+        finally:
+            if tf32:
+                matmul.fp32_precision = precision
+            if sums:
+                matmul.allow_fp16_accumulation = True
+
+
+def n_columns(p: Problem, need_phi: bool, outputs: Sequence[int] | None) -> int:
+    """How many columns of phi are asked for."""
+    return (p.n_out if outputs is None else len(outputs)) if need_phi else 0
+
+
+@loop_op.register_fake
+def _(x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, *rest):
+    *_, need_phi, outputs = rest
+    (j, h), dtype = weights[4].shape, compute_dtype(x_inp.dtype)
+    batch = x_inp.shape[:-2] if cu_seqlens is None else [cu_seqlens.shape[0] - 1]
+    k = (j if outputs is None else len(outputs)) if need_phi else 0
+    # A size that no compiler can know: otherwise it would compile anew for every path and length.
+    saved = x_inp.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
+    return x_inp.new_empty(*batch, j, h, dtype=dtype), x_inp.new_empty(*x_inp.shape[:-1], k, dtype=dtype), saved
+
+
+def run_loop_backward(
+    grad_x_out: Tensor,
+    x_inp: Tensor,
+    weights: Sequence[Tensor],
+    input_mask: Tensor | None,
+    pair_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    prior: float,
+    rounded: torch.dtype,
+    tuning: Sequence[int],
+    implementation: str,
+    group: str,
+    n_iters: int,
+    saved: Tensor,
+    need_grad_x: bool,
+) -> list[Tensor]:
+    """Gradients of x_inp (empty if not needed) and of the weights."""
+    call = x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
+    plan = plan_of(*call, n_iters)
+    if plan.path == "batch":
+        from vecroute.ops.paths import batch
+
+        with on_device(x_inp):
+            x, w, _, use = batch.arguments(x_inp, named(weights), input_mask, pair_mask)
+            grad_x, grads = batch.backward(plan.steps, grad_x_out, x, w, use, cu_seqlens, saved, need_grad_x)
+    else:
+        p = problem(*call)
+        with tf32_under_autocast(p):
+            flat = grad_x_out.reshape(len(p.sqrt_n_inp), *grad_x_out.shape[-2:])  # [b, j, h]
+            grad_x, grads = loop.backward(p, flat, n_iters, saved, need_grad_x)
+            grad_x = None if grad_x is None else grad_x.reshape(x_inp.shape)  # [..., i, d]
+    parameters = {name: w for name, w in named(weights)._asdict().items() if w is not None}
+    # Contiguous, as the fake below promises to compilers.
+    grads_w = [
+        grads[name].to(w.dtype).contiguous() if name in grads else w.new_zeros(w.shape)
+        for name, w in parameters.items()
+    ]
+    return [x_inp.new_empty(0) if grad_x is None else grad_x, *grads_w]
+
+
+loop_backward_op = torch.library.custom_op("vecroute::loop_backward", run_loop_backward, mutates_args=())
+
+
+@loop_backward_op.register_fake
+def _(grad_x_out, x_inp, weights, *args):
+    need_grad_x = args[-1]
+    grad_x = torch.empty_like(x_inp, memory_format=torch.contiguous_format) if need_grad_x else x_inp.new_empty(0)
+    return [grad_x, *(w.new_empty(w.shape) for w in weights)]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x_inp, weights, input_mask, pair_mask, cu_seqlens, *ctx.options, _, _ = inputs
+    _, _, saved = output
+    ctx.set_materialize_grads(False)
+    ctx.n_weights = len(weights)
+    ctx.save_for_backward(saved, x_inp, *weights, input_mask, pair_mask, cu_seqlens)
+
+
+def _backward(ctx, grad_x_out, *_):
+    saved, x_inp, *rest = ctx.saved_tensors
+    weights, masks = rest[: ctx.n_weights], rest[ctx.n_weights :]
+    if grad_x_out is None:
+        return (None, [None] * ctx.n_weights, *[None] * 11)
+    need_grad_x = ctx.needs_input_grad[0]
+    # With a graph the operator, which refuses to be differentiated.
+    plain = is_plain(grad_x_out) and not torch.is_grad_enabled()
+    run: Callable = run_loop_backward if plain else loop_backward_op
+    grad_x, *grads = run(grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x)
+    return (grad_x if need_grad_x else None, grads, *[None] * 11)
+
+
+loop_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _refuse(ctx, *_):
+    raise RuntimeError("second derivatives need VectorRouting(implementation='reference')")
+
+
+loop_backward_op.register_autograd(_refuse)
+
+
+class Loop(torch.autograd.Function):
+    """``loop_op`` for a plain call: (x_inp, number of weights, weights, other arguments) -> (x_out, phi)."""
+
+    @staticmethod
+    def forward(ctx, x_inp: Tensor, n_weights: int, *arguments):
+        inputs = x_inp, arguments[:n_weights], *arguments[n_weights:]
+        x_out, phi, saved = run_loop(*inputs)  # [..., j, h], [..., i, j]
+        _setup_context(ctx, inputs, (x_out, phi, saved))
+        ctx.mark_non_differentiable(phi)
+        return x_out, phi
+
+    @staticmethod
+    def backward(ctx, grad_x_out: Tensor | None, _):
+        grad_x, grads_w, *others = _backward(ctx, grad_x_out)
+        return grad_x, None, *grads_w, *others
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether autograd alone follows a call: then it goes past the dispatcher, as slow as a small loop."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._get_tracing_state() is not None:  # of torch.jit
+        return False
+    return type(x) in (Tensor, nn.Parameter) and not x.is_meta and not torch._C._len_torch_dispatch_stack()
+
+
+def operator_arguments(
+    x_inp: Tensor,
+    weights: Weights,
+    input_mask: Tensor | None,
+    pair_mask: Tensor | None,
+    prior: float,
+    *,
+    implementation: str,
+    tuning: Tuning,
+    cu_seqlens: Tensor | None = None,
+    group: str = "",
+) -> tuple:
+    """The arguments of ``problem``, with the weights that there are as a list."""
+    rounded = product_dtype(x_inp)
+    tensors = [w.contiguous() for w in weights if w is not None]  # kernels count on it
+    return (
+        x_inp, tensors, input_mask, pair_mask, cu_seqlens, prior, rounded, list(tuning), implementation, group
+    )  # fmt: skip
+
+
+def sqrt_lengths(x_inp: Tensor, input_mask: Tensor | None, cu_seqlens: Tensor | None, group: str) -> Tensor:
+    """sqrt(n_inp) of each sample, over all ranks, [b, 1]; 1 where there are no inputs."""
+    batch, dtype = x_inp.shape[:-2], compute_dtype(x_inp.dtype)
+    if cu_seqlens is not None:
+        n_inp = cu_seqlens.diff()[:, None]  # [b, 1]
+    elif input_mask is not None:
+        n_inp = input_mask.sum(-1, keepdim=True).expand(*batch, 1).reshape(-1, 1)  # [b, 1]
+    else:
+        n_inp = x_inp.new_full((math.prod(batch), 1), x_inp.shape[-2], dtype=dtype)  # [b, 1]
+    if group:
+        n_inp = all_reduce(group, n_inp.long().clone())  # [b, 1]
+    return n_inp.clamp(min=1).to(dtype).sqrt()  # [b, 1]
+
+
+def route_streamed(
+    x_inp: Tensor,
+    weights: Weights,
+    n_iters: int,
+    input_mask: Tensor | None,
+    pair_mask: Tensor | None,
+    prior: float,
+    *,
+    implementation: str,
+    tuning: Tuning,
+    cu_seqlens: Tensor | None = None,
+    group: str = "",
+    need_phi: bool = False,
+    outputs: Sequence[int] | None = None,
+    phi_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Route with a streamed implementation.
+
+    Args:
+        cu_seqlens: [b + 1] offsets of the samples in a packed x_inp [total, d].
+        group: name of the group of ranks that hold the other inputs, each some of them; "" for none.
+        need_phi, outputs: whether to give phi, and of which outputs (None for all).
+        phi_out: [..., i, j] where to write them instead of a new tensor; x_out then has no graph.
+
+    Returns:
+        x_out [..., j, h] and phi [..., i, j] (None if not asked for), which has no graph.
+    """
+    if implementation == "chunked" and weights.W_use is None and (phi_out is not None or not torch.is_grad_enabled()):
+        tuning = tuning._replace(keep_bytes=0)  # dot products are kept for a backward alone
+    arguments = operator_arguments(
+        x_inp,
+        weights,
+        input_mask,
+        pair_mask,
+        prior,
+        implementation=implementation,
+        tuning=tuning,
+        cu_seqlens=cu_seqlens,
+        group=group,
+    )
+    if phi_out is None:
+        _, tensors, *rest = arguments
+        if is_plain(x_inp):
+            x_out, phi = Loop.apply(x_inp, len(tensors), *tensors, *rest, n_iters, need_phi, outputs)
+        else:
+            x_out, phi, _ = loop_op(*arguments, n_iters, need_phi, outputs)
+        return x_out, phi.detach() if need_phi else None
+    with torch.no_grad():
+        if plan_of(*arguments, n_iters).path == "batch":
+            x_out, phi, _ = run_loop(*arguments, n_iters, True, outputs)
+            return x_out, phi_out.copy_(phi) if need_phi else None
+        p = problem(*arguments)
+        with tf32_under_autocast(p):
+            view = phi_out.view(*p.x_inp.shape[:2], phi_out.shape[-1])  # [b, i, j]
+            x_out, _ = loop.forward(p, n_iters, view, outputs)
+    batch = x_out.shape[:1] if cu_seqlens is not None else x_inp.shape[:-2]
+    return x_out.view(*batch, *x_out.shape[1:]), phi_out if need_phi else None
