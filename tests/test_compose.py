@@ -219,7 +219,7 @@ def test_forward_asks_for_no_credit(monkeypatch):
     network, x_inp = deep(), inputs(6, D)
     expected = network(x_inp)
     monkeypatch.setattr(vr.VectorRouting, "route", None)
-    monkeypatch.setattr("vecroute.compose.check_independent", None)
+    monkeypatch.setattr("vecroute.compose.modules.check_independent", None)
     assert torch.equal(network(x_inp), expected)
 
 

@@ -9,7 +9,7 @@ from random_networks import D, mlp, networks, routing
 from torch import Tensor, nn
 
 import vecroute as vr
-from vecroute.contribution import completeness_error
+from vecroute.compose.contribution import completeness_error
 
 LIKE = {"dtype": torch.float64}
 

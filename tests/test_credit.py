@@ -11,8 +11,8 @@ from random_networks import D, mlp, networks, routing
 from torch import Tensor
 
 import vecroute as vr
-from vecroute import factors
-from vecroute.factors import Block, Blocks, Diagonal, Matrix, Product, multiply
+from vecroute.compose import factors
+from vecroute.compose.factors import Block, Blocks, Diagonal, Matrix, Product, multiply
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -151,7 +151,7 @@ def test_unit_variance_is_per_sample_over_used_inputs():
 def test_unit_variance_in_blocks_of_columns(monkeypatch):
     credit = sample_credit()
     whole = credit.unit_variance().dense()  # [b, i, j]
-    monkeypatch.setattr("vecroute.credit.BUDGET", 1)
+    monkeypatch.setattr("vecroute.compose.credit.BUDGET", 1)
     close(credit.unit_variance().dense(), whole)
 
 

@@ -1,9 +1,16 @@
 """Route sequences of vectors and know the credit of every input for every output."""
 
 from vecroute import networks, stability
-from vecroute.compose import Concat, PerVector, Residual, Sequential, Sum
-from vecroute.contribution import Contributions, contributions
-from vecroute.credit import Credit
+from vecroute.compose import (
+    Concat,
+    Contributions,
+    Credit,
+    PerVector,
+    Residual,
+    Sequential,
+    Sum,
+    contributions,
+)
 from vecroute.heads import RoutingHead
 from vecroute.layers import (
     Converge,

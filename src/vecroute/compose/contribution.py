@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vecroute.affine import Affine, hold
-from vecroute.compose import Network, PerVector, check_network, check_pair_mask, group_of
-from vecroute.credit import as_int, check_batch, check_groups, to_numpy
-from vecroute.masks import Masks, check_not_nested, leaves, masks_of, used
+from vecroute.compose.affine import Affine, hold
+from vecroute.compose.credit import as_int, check_batch, check_groups, to_numpy
+from vecroute.compose.masks import Masks, check_not_nested, leaves, masks_of, used
+from vecroute.compose.modules import Network, PerVector, check_network, check_pair_mask, group_of
 from vecroute.ops.checks import check_choice
 from vecroute.ops.group import total
 from vecroute.storage import load_tensors, require, save_tensors

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vecroute.freeze import Gates
+from vecroute.compose.gates import Gates
 
 # It is the structure of a module that is probed, so a few vectors will do where it takes any number.
 N_PROBE = 64

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vecroute.credit import Credit
-from vecroute.factors import Block, Blocks, Diagonal, Factor, Matrix, Product
-from vecroute.layers import GeneralRouting, MatrixRouting, Routed, VectorRouting
-from vecroute.masks import (
+from vecroute.compose.credit import Credit
+from vecroute.compose.factors import Block, Blocks, Diagonal, Factor, Matrix, Product
+from vecroute.compose.masks import (
     Masks,
     all_or_none,
     as_arguments,
@@ -22,8 +21,9 @@ from vecroute.masks import (
     masks_of,
     used,
 )
+from vecroute.compose.probe import check_independent
+from vecroute.layers import GeneralRouting, MatrixRouting, Routed, VectorRouting
 from vecroute.ops.group import announced, sum_gradients
-from vecroute.probe import check_independent
 
 # How a network runs one of its parts: (part, x_inp, masks) -> (x_out, factor of the credit or None).
 Visit = Callable[[nn.Module, Any, Any], tuple[Any, Factor | None]]
@@ -243,6 +243,12 @@ class Concat(Network):
         pair_mask = concatenated([m.pair_mask for m in parts], lengths, -2)  # [..., j, j']
         unit = concatenated([m.unit for m in parts], lengths, -1)  # [..., j]
         return Masks(n, input_mask, pair_mask, unit)
+
+
+class NetworkHead(nn.Module):
+    """A module that reshapes its input to vectors and hands them, unmixed, to one network of routings."""
+
+    network: Network
 
 
 def after(module: nn.Module, masks: Any) -> Masks:

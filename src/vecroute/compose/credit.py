@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vecroute.factors import Factor, Matrix, Product, divided, pack, unpack
+from vecroute.compose.factors import Factor, Matrix, Product, divided, pack, unpack
 from vecroute.ops.checks import check_float_tensor, check_mask, check_size
 from vecroute.ops.group import all_reduce, total
 from vecroute.storage import load_tensors, require, save_tensors

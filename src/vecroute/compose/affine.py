@@ -5,14 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vecroute.compose import PerVector, check_independent_votes, check_one_tensor, module_name
-from vecroute.freeze import Gates, with_value
+from vecroute.compose.gates import Gates, with_value
+from vecroute.compose.masks import Masks, used
+from vecroute.compose.modules import PerVector, check_independent_votes, check_one_tensor, module_name
+from vecroute.compose.probe import check_affine, check_independent
 from vecroute.layers import GeneralRouting, VectorRouting
 from vecroute.layers.general import call_network
-from vecroute.masks import Masks, used
 from vecroute.ops.common import compute_dtype, normalize
 from vecroute.ops.group import total
-from vecroute.probe import check_affine, check_independent
 
 # (x, unit) -> x_out. The bias of the votes of input i is multiplied by unit_i [..., i], by 1 if that is None.
 Affine = Callable[[Tensor, Tensor | None], Tensor]
