@@ -6,7 +6,7 @@ from samples import inputs, make
 from torch import Tensor, nn
 
 import vecroute as vr
-from vecroute import stability
+from vecroute.layers import stability
 
 KINDS = ("reference", "auto", "general", "general over inputs")
 

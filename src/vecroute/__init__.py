@@ -1,6 +1,6 @@
 """Route sequences of vectors and know the credit of every input for every output."""
 
-from vecroute import networks, stability
+from vecroute import networks
 from vecroute.compose import (
     Concat,
     Contributions,
@@ -19,6 +19,7 @@ from vecroute.layers import (
     Routed,
     VectorRouting,
     load_reference_state_dict,
+    stability,
 )
 
 __version__ = "0.1.0"

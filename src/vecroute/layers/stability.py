@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vecroute.layers import GeneralRouting, VectorRouting
+from vecroute.layers.general import GeneralRouting
+from vecroute.layers.vector import VectorRouting
 from vecroute.ops.checks import check_size
 
 
