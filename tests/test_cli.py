@@ -34,7 +34,8 @@ def cache_folder(tmp_path_factory):
 TERMINAL = """
 import json, os, resource, signal, sys
 import torch
-from vecroute import classifier, tables, training
+from vecroute import classifier, training
+from vecroute.io import tables
 from vecroute.cli import main
 torch.set_num_threads(1)
 classifier.RoutingClassifier(sys.argv.pop())._load_encoder("cpu")  # once for all

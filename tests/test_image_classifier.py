@@ -15,7 +15,7 @@ from tiny_vision import save_tiny_vision
 import vecroute as vr
 from vecroute.encoders import TextEncoder, VisionEncoder
 from vecroute.explain.image import ImageExplanation
-from vecroute.images import image_files
+from vecroute.io.images import image_files
 
 OPTIONS = {"max_epochs": 15, "batch_size": 8, "drop_inputs": 0.2, "drop_features": 0.0, "verbose": False}
 

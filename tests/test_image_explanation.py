@@ -17,7 +17,7 @@ import vecroute as vr
 from vecroute.encoders import VisionEncoder
 from vecroute.explain.image import ImageExplanation, explain_hidden, explain_image
 from vecroute.explain.image_html import fragment, page, size_on_page
-from vecroute.images import Picture
+from vecroute.io.images import Picture
 
 
 def explain(rows=3, columns=4, *, names=("cat", "dog", "ship"), depth=2, n_special=1, seed=0, **changes):

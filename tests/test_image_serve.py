@@ -15,7 +15,7 @@ from test_images import png_of_size
 
 from vecroute import serve
 from vecroute.explain.image import ImageExplanation
-from vecroute.images import Picture
+from vecroute.io.images import Picture
 from vecroute.serve import schemas
 from vecroute.serve.answers import Answers, Explain, Predict
 from vecroute.serve.app import HEADERS

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vecroute.images import MAX_PIXELS, Picture, check_images, read_folder
+from vecroute.io.images import MAX_PIXELS, Picture, check_images, read_folder
 
 # Left half red, right half blue, with a green top row: it shows which way up it is.
 COLOURS = np.zeros((6, 10, 3), np.uint8)

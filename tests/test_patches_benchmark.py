@@ -11,7 +11,7 @@ from test_pretraining import SIZES, write_sheets
 
 from vecroute.encoders import VisionEncoder
 from vecroute.heads import make_head
-from vecroute.images import Picture
+from vecroute.io.images import Picture
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import accuracy

@@ -12,7 +12,7 @@ from tiny_vision import KINDS, save_tiny_vision
 
 from vecroute.encoders import VisionEncoder, loading
 from vecroute.encoders.cache import FeatureCache, Features
-from vecroute.images import Picture, check_images
+from vecroute.io.images import Picture, check_images
 
 
 @pytest.fixture(scope="module")

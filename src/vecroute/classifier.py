@@ -21,7 +21,7 @@ from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.image import explain_image
 from vecroute.explain.text import explain_text
 from vecroute.heads import CHOOSING, RoutingHead, make_head
-from vecroute.images import Picture, check_images, is_image
+from vecroute.io.images import Picture, check_images, is_image
 from vecroute.labels import check_label_sets, check_labels, check_texts, class_weights, split
 from vecroute.progress import progress_bar
 from vecroute.recipe import FEW, WEIGHT_DECAY_OF_FEW
@@ -38,7 +38,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
     """Classify texts or images by routing all hidden states of a frozen Transformer to class scores.
 
     Where the encoder is a vision Transformer, everything said of texts holds for images: paths, PIL images or
-    arrays, see ``vecroute.images``.
+    arrays, see ``vecroute.io.images``.
 
     Args:
         encoder: "minilm" for texts, "vit-cifar10" for images, a name on the Hugging Face hub, a folder, a

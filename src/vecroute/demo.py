@@ -39,7 +39,7 @@ class Samples(NamedTuple):
 
 def sentence_polarity() -> pd.DataFrame:
     """10,662 sentences of film reviews, columns text and label; see NOTICE.md beside the file."""
-    with (files("vecroute") / "data/sentence_polarity.csv.gz").open("rb") as file:
+    with (files("vecroute") / "assets/sentence_polarity.csv.gz").open("rb") as file:
         return pd.read_csv(file, compression="gzip", dtype=str, keep_default_na=False)
 
 

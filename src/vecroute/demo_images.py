@@ -16,7 +16,7 @@ from vecroute.classifier import RoutingClassifier
 from vecroute.demo import Samples, fitted, show_results
 from vecroute.explain.image_plots import sheet
 from vecroute.explain.image_report import image_report
-from vecroute.images import check_images, read_folder
+from vecroute.io.images import check_images, read_folder
 from vecroute.storage import write_file
 
 SHAPES = ("circle", "cross", "square", "star", "triangle")

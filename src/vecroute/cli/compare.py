@@ -31,7 +31,7 @@ def compare(
     from vecroute.compare import compare as run
     from vecroute.compare import show
     from vecroute.heads import HEADS
-    from vecroute.tables import read_table
+    from vecroute.io.tables import read_table
 
     names = list(HEADS) if heads == "all" else [name.strip() for name in heads.split(",")]
     table = read_table(data, text, label)

@@ -36,9 +36,9 @@ def evaluate(
     from vecroute.evaluation import show
     from vecroute.explain.image_report import image_report
     from vecroute.explain.report import report
-    from vecroute.images import read_folder
+    from vecroute.io.images import read_folder
+    from vecroute.io.tables import read_table
     from vecroute.storage import write_file
-    from vecroute.tables import read_table
 
     texts: Any
     labels: Any
