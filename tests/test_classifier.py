@@ -28,8 +28,9 @@ from test_credit_guide import run as run_guide
 from tiny_models import save_tiny
 
 import vecroute as vr
-from vecroute import labels, pretrained, training
+from vecroute import labels, pretrained
 from vecroute.encoders import TextEncoder
+from vecroute.training import loop
 
 GOOD, BAD = ["good", "great", "fine", "witty", "warm"], ["bad", "dull", "slow", "poor", "flat"]
 SUBJECTS = ["film", "movie", "story", "plot"]
@@ -247,9 +248,9 @@ def test_the_papers_head_and_options(tiny):
 @pytest.mark.parametrize("head", vr.heads.HEADS)
 def test_training_drops_inputs_and_features_only_for_heads_that_choose(tiny, head, monkeypatch):
     """Means and the first position have nothing to choose; what is asked for is done with any head."""
-    shares, inputs, features = [], training.drop_inputs, training.drop_features
-    monkeypatch.setattr(training, "drop_inputs", lambda *given: shares.append(given[2]) or inputs(*given))
-    monkeypatch.setattr(training, "drop_features", lambda *given: shares.append(given[1]) or features(*given))
+    shares, inputs, features = [], loop.drop_inputs, loop.drop_features
+    monkeypatch.setattr(loop, "drop_inputs", lambda *given: shares.append(given[2]) or inputs(*given))
+    monkeypatch.setattr(loop, "drop_features", lambda *given: shares.append(given[1]) or features(*given))
     usual = (0.0, 0.0) if head in ("mean_last", "mean_all", "scalar_mix", "cls") else (0.8, 0.3)
     for asked, expected in (((None, None), usual), ((0.1, None), (0.1, usual[1])), ((0.0, 0.2), (0.0, 0.2))):
         classifier = vr.RoutingClassifier(tiny, head=head, max_epochs=1, batch_size=64)
@@ -355,9 +356,9 @@ def test_a_checkpoint_belongs_to_its_texts(quick, tmp_path, monkeypatch):
     def stop(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
     quick.set_params(checkpoint=tmp_path / "checkpoint", max_epochs=2, validation_fraction=0.1)
-    monkeypatch.setattr(training.Trainer, "validate", stop)
+    monkeypatch.setattr(loop.Trainer, "validate", stop)
     with pytest.raises(KeyboardInterrupt):
         quick.fit(TEXTS, LABELS)
     monkeypatch.undo()
@@ -506,8 +507,8 @@ FIT = """
 import json, os, sys, time
 import torch
 import vecroute as vr
-from vecroute import training
-training.CHECKPOINT_SECONDS = 0.0
+from vecroute.training import loop
+loop.CHECKPOINT_SECONDS = 0.0
 torch.set_num_threads(1)
 encoder, data, folder = sys.argv[1:]
 texts, labels = json.load(open(data))

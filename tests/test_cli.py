@@ -18,8 +18,9 @@ from tiny_models import save_tiny
 from typed import Done
 
 import vecroute as vr
-from vecroute import demo, training
+from vecroute import demo
 from vecroute.cli import main
+from vecroute.training import Trainer, loop
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,8 +35,9 @@ def cache_folder(tmp_path_factory):
 TERMINAL = """
 import json, os, resource, signal, sys
 import torch
-from vecroute import classifier, training
+from vecroute import classifier
 from vecroute.io import tables
+from vecroute.training import loop
 from vecroute.cli import main
 torch.set_num_threads(1)
 classifier.RoutingClassifier(sys.argv.pop())._load_encoder("cpu")  # once for all
@@ -47,7 +49,7 @@ for line in sys.stdin:
     for place, name in enumerate(asked["files"], 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), place)
     os.environ["VECROUTE_CACHE"] = asked["cache"]
-    training.CHECKPOINT_SECONDS = asked["checkpoint_seconds"]
+    loop.CHECKPOINT_SECONDS = asked["checkpoint_seconds"]
     if asked["limit"]:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
@@ -290,7 +292,7 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, tmp_path, monkeypa
     for name, accuracy in accuracies.items():
         assert f"| {name} | {accuracy:.1%} |" in (tmp_path / "demo/report.md").read_text()
         assert f"{accuracy:.1%}" in first.out
-    monkeypatch.setattr(training, "train", None)  # whoever trains again fails
+    monkeypatch.setattr(Trainer, "train_step", None)  # whoever trains again fails
     assert run("demo", "--out", tmp_path / "demo").out == first.out
 
 
@@ -476,7 +478,7 @@ def ctrl_c():
 def test_interrupted_the_same_command_goes_on_to_the_same_weights(
     run, tiny, data, fitted, tmp_path, monkeypatch
 ):
-    step, done = training.Trainer.train_step, []
+    step, done = Trainer.train_step, []
 
     def interrupted(self, which):
         if len(done) == 9:
@@ -485,15 +487,13 @@ def test_interrupted_the_same_command_goes_on_to_the_same_weights(
         return step(self, which)
 
     arguments = fit_arguments(tiny, data, tmp_path / "model")
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
-    monkeypatch.setattr(training.Trainer, "train_step", interrupted)
+    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
     message = f"interrupted: the same command goes on from where it was ({tmp_path / '.model.partial'})"
     assert failed(run(*arguments), message, code=130)
     assert names(tmp_path) == [".model.partial"]
     resumed = []
-    monkeypatch.setattr(
-        training.Trainer, "train_step", lambda self, which: resumed.append(which) or step(self, which)
-    )
+    monkeypatch.setattr(Trainer, "train_step", lambda self, which: resumed.append(which) or step(self, which))
     assert run(*arguments).code == 0
     history = json.loads((tmp_path / "model/config.json").read_text())["history"]
     assert len(done) + len(resumed) == 8 * len(history)
@@ -504,7 +504,7 @@ def test_interrupted_the_same_command_goes_on_to_the_same_weights(
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_interrupted_before_there_is_anything_to_go_on_from(run, tiny, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(training.Trainer, "train_step", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(Trainer, "train_step", lambda *_: signal.raise_signal(signal.SIGINT))
     assert failed(run(*fit_arguments(tiny, data, tmp_path / "model")), "interrupted", code=130)
     assert names(tmp_path) == []
 

@@ -8,9 +8,10 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from tiny_vision import save_tiny_vision
 
-from vecroute import demo, demo_images, training
+from vecroute import demo, demo_images
 from vecroute.classifier import RoutingClassifier
 from vecroute.demo import Samples, baselines
+from vecroute.training import Trainer
 
 
 def test_drawings_are_the_same_each_time_and_know_their_shape():
@@ -83,7 +84,7 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, small, tmp_path, m
     assert "shapes, held out" in (out / "report.html").read_text()
     with Image.open(out / "maps.png") as sheet:
         assert min(sheet.size) > 500
-    monkeypatch.setattr(training, "train", None)  # whoever trains again fails
+    monkeypatch.setattr(Trainer, "train_step", None)  # whoever trains again fails
     monkeypatch.setattr(demo_images, "drawing", None)  # or draws
     monkeypatch.setattr(demo_images, "pointing", None)
     assert run("demo", "--images", "--out", out).out == first.out

@@ -13,9 +13,9 @@ from PIL import Image
 from served import COLOURS, photo, tiny_image_classifier
 from test_image_explanation import explain
 
-from vecroute.evaluation import evaluate
 from vecroute.explain import image_report as reports
 from vecroute.explain.image_report import image_report
+from vecroute.training.evaluation import evaluate
 
 TRUTH = ["blue", "green", "red"] * 3
 IMAGES = [photo(label, 200 + k) for k, label in enumerate(TRUTH)]

@@ -10,10 +10,10 @@ from pages import Parser
 from served import tiny_classifier
 
 from vecroute.cli import main
-from vecroute.evaluation import evaluate
 from vecroute.explain import html
 from vecroute.explain import report as reports
 from vecroute.explain.report import report
+from vecroute.training.evaluation import evaluate
 
 TEXTS = ["a fine film", "dull , dull plot", "warm and witty", "a dull film", "not fine at all", "fine"]
 TRUTH = ["good", "bad", "good", "bad", "bad", "good"]

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import vecroute as vr
-from vecroute import training
-from vecroute.sampling import compact, drop_features, drop_inputs, mix, seeded, shuffled_batches
-from vecroute.training import Recipe, Task, train
+from vecroute.training import Recipe, Task, Trainer, epochs_for, loop, make_accelerator, train
+from vecroute.training.sampling import compact, drop_features, drop_inputs, mix, seeded, shuffled_batches
 
 DEPTH, D_EMB = 2, 8
 
@@ -92,7 +91,7 @@ def test_it_leaves_the_random_numbers_of_others_alone():
 def test_it_goes_on_after_a_stop_to_the_same_weights(stop_at, tmp_path, monkeypatch):
     recipe = Recipe(max_epochs=3, batch_size=8, mixup=0.2)  # 3 epochs of 6 steps
     undisturbed = weights_after(recipe)
-    checkpoint, step, done = tmp_path / "checkpoint", training.Trainer.train_step, []
+    checkpoint, step, done = tmp_path / "checkpoint", Trainer.train_step, []
 
     def stopping(self, which):
         if len(done) == stop_at:
@@ -100,14 +99,12 @@ def test_it_goes_on_after_a_stop_to_the_same_weights(stop_at, tmp_path, monkeypa
         done.append(which)
         return step(self, which)
 
-    monkeypatch.setattr(training.Trainer, "train_step", stopping)
+    monkeypatch.setattr(Trainer, "train_step", stopping)
     with pytest.raises(KeyboardInterrupt):
         weights_after(recipe, checkpoint=checkpoint, checkpoint_seconds=0)
     assert checkpoint.exists() == (stop_at > 0)
     resumed = []
-    monkeypatch.setattr(
-        training.Trainer, "train_step", lambda self, which: resumed.append(which) or step(self, which)
-    )
+    monkeypatch.setattr(Trainer, "train_step", lambda self, which: resumed.append(which) or step(self, which))
     history, weights = weights_after(recipe, checkpoint=checkpoint, checkpoint_seconds=0)
     assert len(done) + len(resumed) == 18
     assert torch.equal(weights, undisturbed[1])
@@ -132,7 +129,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 def test_long_samples_go_through_the_head_in_parts(monkeypatch):
     recipe = Recipe(max_epochs=2, batch_size=16, drop_inputs=0.0, drop_features=0.0)
     history, whole = weights_after(recipe)
-    monkeypatch.setattr(training, "BATCH_BYTES", 10 * Memory.position_bytes)
+    monkeypatch.setattr(loop, "BATCH_BYTES", 10 * Memory.position_bytes)
     seen, batch = [], Memory.batch
 
     def watched(self, which, device):
@@ -150,10 +147,10 @@ def test_long_samples_go_through_the_head_in_parts(monkeypatch):
 def test_it_stops_when_validation_gets_worse_and_keeps_the_last_good_weights(monkeypatch):
     accuracies = iter([0.5, 0.8, 0.75, 0.6, 0.72, 0.69, 0.3, 0.2])
     # With 15 samples the standard error of 0.8 is 0.103.
-    monkeypatch.setattr(training, "FEWEST_TO_JUDGE_BY", 15)
-    monkeypatch.setattr(training.Trainer, "validate", lambda self: (next(accuracies), 1.0))
+    monkeypatch.setattr(loop, "FEWEST_TO_JUDGE_BY", 15)
+    monkeypatch.setattr(Trainer, "validate", lambda self: (next(accuracies), 1.0))
     recipe = Recipe(max_epochs=50, patience=3, batch_size=8)
-    trainer = training.Trainer(make_head(), make_task(), recipe, training.make_accelerator(), None, 0)
+    trainer = Trainer(make_head(), make_task(), recipe, make_accelerator(), None, 0)
     history, kept = trainer.run(show=False)
     assert [row["valid_accuracy"] for row in history] == [0.5, 0.8, 0.75, 0.6, 0.72, 0.69, 0.3, 0.2]
     assert kept == 4
@@ -164,7 +161,7 @@ def test_it_stops_when_validation_gets_worse_and_keeps_the_last_good_weights(mon
 
 def test_few_validation_samples_decide_nothing(monkeypatch):
     accuracies = iter([0.8, 0.3, 0.2, 0.1])
-    monkeypatch.setattr(training.Trainer, "validate", lambda self: (next(accuracies), 1.0))
+    monkeypatch.setattr(Trainer, "validate", lambda self: (next(accuracies), 1.0))
     history, kept = train(make_head(), make_task(), Recipe(max_epochs=4, patience=1, batch_size=8))
     assert (len(history), kept) == (4, 3)
 
@@ -177,11 +174,11 @@ def test_without_validation_the_last_weights_stay():
 
 
 def test_the_number_of_epochs_follows_the_data():
-    epochs = [training.epochs_for(steps, 2) for steps in (1, 2, 3, 7, 9, 100, 1000)]
+    epochs = [epochs_for(steps, 2) for steps in (1, 2, 3, 7, 9, 100, 1000)]
     assert epochs == [100, 75, 50, 22, 20, 10, 3]
     # Of many classes at least 50 steps for each, up to the 1000 of more data.
-    assert [training.epochs_for(19, n_cls) for n_cls in (3, 6, 10, 20, 100)] == [20, 20, 27, 53, 53]
-    assert [training.epochs_for(100, n_cls) for n_cls in (2, 20, 100)] == [10, 10, 10]
+    assert [epochs_for(19, n_cls) for n_cls in (3, 6, 10, 20, 100)] == [20, 20, 27, 53, 53]
+    assert [epochs_for(100, n_cls) for n_cls in (2, 20, 100)] == [10, 10, 10]
     assert len(weights_after(Recipe(batch_size=64, patience=100, lr=1e-9))[0]) == 100
 
 

@@ -23,9 +23,9 @@ from vecroute.explain.text import explain_text
 from vecroute.heads import CHOOSING, RoutingHead, make_head
 from vecroute.io.images import Picture, check_images, is_image
 from vecroute.labels import check_label_sets, check_labels, check_texts, class_weights, split
-from vecroute.progress import progress_bar
-from vecroute.recipe import FEW, WEIGHT_DECAY_OF_FEW
 from vecroute.training import Recipe, Task, make_accelerator, train
+from vecroute.training.progress import progress_bar
+from vecroute.training.recipe import FEW, WEIGHT_DECAY_OF_FEW
 
 logger = logging.getLogger(__name__)
 

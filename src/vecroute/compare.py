@@ -12,7 +12,7 @@ from vecroute.encoders.text import Batch, length_batches
 from vecroute.heads import HEADS
 from vecroute.labels import check_labels, check_texts, split
 from vecroute.ops.checks import check_choice, check_size
-from vecroute.training import BATCH_BYTES, make_accelerator
+from vecroute.training.loop import BATCH_BYTES, make_accelerator
 
 FLIPS = 10_000  # of signs, for the paired test
 

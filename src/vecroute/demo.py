@@ -23,8 +23,8 @@ from sklearn.preprocessing import StandardScaler  # type: ignore[import-untyped]
 
 from vecroute.classifier import RoutingClassifier
 from vecroute.encoders.cache import Features
-from vecroute.evaluation import evaluate
 from vecroute.storage import write_file
+from vecroute.training.evaluation import evaluate
 
 TEST_FRACTION, SEED, EXAMPLES = 0.2, 0, 4
 ROUTING = "routing of every hidden state"

@@ -10,7 +10,7 @@ from sklearn.preprocessing import MultiLabelBinarizer  # type: ignore[import-unt
 from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
 from torch import Tensor
 
-from vecroute.recipe import FEW
+from vecroute.training.recipe import FEW
 
 FEWEST_VALIDATED = 10  # samples below which a validation split would say nothing
 

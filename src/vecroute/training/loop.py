@@ -21,22 +21,10 @@ from vecroute.distributed import own_rows, shard_inputs
 from vecroute.encoders.loading import pick_device
 from vecroute.encoders.text import length_batches
 from vecroute.heads import RoutingHead
-from vecroute.progress import progress_bar
-from vecroute.recipe import Recipe, Source, Task, epochs_for
-from vecroute.sampling import compact, drop_features, drop_inputs, mix, seeded, shuffled_batches
 from vecroute.storage import load_tensors, save_tensors
-
-__all__ = [
-    "Progress",
-    "Recipe",
-    "Source",
-    "Task",
-    "Trained",
-    "Trainer",
-    "epochs_for",
-    "make_accelerator",
-    "train",
-]
+from vecroute.training.progress import progress_bar
+from vecroute.training.recipe import Recipe, Task, epochs_for
+from vecroute.training.sampling import compact, drop_features, drop_inputs, mix, seeded, shuffled_batches
 
 logger = logging.getLogger(__name__)
 
