@@ -28,7 +28,7 @@ from test_credit_guide import run as run_guide
 from tiny_models import save_tiny
 
 import vecroute as vr
-from vecroute import labels, pretrained
+from vecroute.classifier import labels, saving
 from vecroute.encoders import TextEncoder
 from vecroute.training import loop
 
@@ -409,14 +409,14 @@ def test_a_folder_that_exists_stays_as_it_is(fitted, saved):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_nothing_half_written_stays_behind(fitted, saved, monkeypatch, overwrite):
-    write = pretrained.write_file
+    write = saving.write_file
 
     def full(path, data):
         if path.name == "README.md":
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, data)
 
-    monkeypatch.setattr(pretrained, "write_file", full)
+    monkeypatch.setattr(saving, "write_file", full)
     folder = saved if overwrite else saved.parent / "other"
     with pytest.raises(OSError, match="No space left on device"):
         fitted.save_pretrained(folder, overwrite=overwrite)

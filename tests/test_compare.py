@@ -10,8 +10,8 @@ from test_classifier import LABELS, TEXTS
 from tiny_models import save_tiny
 
 import vecroute as vr
+from vecroute.classifier.compare import compare, paired_test
 from vecroute.cli import main
-from vecroute.compare import compare, paired_test
 from vecroute.encoders import TextEncoder
 from vecroute.heads import HEADS
 

@@ -52,7 +52,7 @@ def column(classifier: Any, given: str | None, kind: str) -> str:
 
 
 def checked(texts: Any, name: str, where: Any, first: int = 0) -> list[str]:
-    from vecroute.labels import check_texts
+    from vecroute.classifier.labels import check_texts
 
     return check_texts(texts, f"column {name!r} of {where}", first)
 

@@ -28,8 +28,8 @@ def compare(
     All are trained alike, with hidden states and features dropped only for heads that choose among them, not
     for means (mean_last, mean_all, scalar_mix) and the first position (cls).
     """
-    from vecroute.compare import compare as run
-    from vecroute.compare import show
+    from vecroute.classifier.compare import compare as run
+    from vecroute.classifier.compare import show
     from vecroute.heads import HEADS
     from vecroute.io.tables import read_table
 

@@ -14,6 +14,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-u
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 from torch import Tensor
 
+from vecroute.classifier.labels import check_label_sets, check_labels, check_texts, class_weights, split
 from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key, windows
 from vecroute.encoders.either import is_of_images, load_encoder
 from vecroute.encoders.text import Batch
@@ -22,7 +23,6 @@ from vecroute.explain.image import explain_image
 from vecroute.explain.text import explain_text
 from vecroute.heads import CHOOSING, RoutingHead, make_head
 from vecroute.io.images import Picture, check_images, is_image
-from vecroute.labels import check_label_sets, check_labels, check_texts, class_weights, split
 from vecroute.training import Recipe, Task, make_accelerator, train
 from vecroute.training.progress import progress_bar
 from vecroute.training.recipe import FEW, WEIGHT_DECAY_OF_FEW
@@ -250,7 +250,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         Raises:
             ValueError: the folder exists.
         """
-        from vecroute.pretrained import save_classifier
+        from vecroute.classifier.saving import save_classifier
 
         check_is_fitted(self)
         save_classifier(self, Path(folder), overwrite, about or {})
@@ -274,7 +274,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         Raises:
             ValueError: a file that is missing or damaged, or an encoder that is not the one of the training.
         """
-        from vecroute.pretrained import load_classifier
+        from vecroute.classifier.saving import load_classifier
 
         return load_classifier(cls, Path(folder), encoder, device, verbose)
 

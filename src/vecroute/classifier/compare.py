@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vecroute.classifier import RoutingClassifier
+from vecroute.classifier.estimator import RoutingClassifier
+from vecroute.classifier.labels import check_labels, check_texts, split
 from vecroute.encoders.cache import Features
 from vecroute.encoders.text import Batch, length_batches
 from vecroute.heads import HEADS
-from vecroute.labels import check_labels, check_texts, split
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.training.loop import BATCH_BYTES, make_accelerator
 
