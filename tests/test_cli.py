@@ -18,8 +18,8 @@ from tiny_models import save_tiny
 from typed import Done
 
 import vecroute as vr
-from vecroute import demo
 from vecroute.cli import main
+from vecroute.demo import sentences
 from vecroute.training import Trainer, loop
 
 
@@ -282,8 +282,8 @@ def test_a_pipe_that_is_closed_early_is_no_error(started, fitted, data, tmp_path
 
 
 def test_the_demo_runs_and_the_second_run_uses_the_first(run, tmp_path, monkeypatch):
-    some = demo.sentence_polarity().iloc[::60]
-    monkeypatch.setattr(demo, "sentence_polarity", lambda: some)
+    some = sentences.sentence_polarity().iloc[::60]
+    monkeypatch.setattr(sentences, "sentence_polarity", lambda: some)
     first = run("demo", "--out", tmp_path / "demo")
     assert first.code == 0, first.err
     found = {str(name) for name in names(tmp_path / "demo") if "/" not in name}

@@ -8,22 +8,21 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from tiny_vision import save_tiny_vision
 
-from vecroute import demo, demo_images
 from vecroute.classifier import RoutingClassifier
-from vecroute.demo import Samples, baselines
+from vecroute.demo import Samples, baselines, fitting, shapes
 from vecroute.training import Trainer
 
 
 def test_drawings_are_the_same_each_time_and_know_their_shape():
     for number in range(10):
-        first, again = demo_images.drawing(number), demo_images.drawing(number)
-        assert first.label == demo_images.SHAPES[number % 5]
+        first, again = shapes.drawing(number), shapes.drawing(number)
+        assert first.label == shapes.SHAPES[number % 5]
         assert first.image.tobytes() == again.image.tobytes()
         inside = np.asarray(first.image)[first.mask == 1]  # [n, 3]
         assert len(inside) > 100
         assert (inside == inside[0]).all()  # one colour
         assert 0.02 < first.mask.mean() < 0.55
-    assert demo_images.drawing(0).image.tobytes() != demo_images.drawing(5).image.tobytes()
+    assert shapes.drawing(0).image.tobytes() != shapes.drawing(5).image.tobytes()
 
 
 class Weak(LogisticRegression):
@@ -34,13 +33,13 @@ class Weak(LogisticRegression):
 
 
 def test_logistic_regression_is_given_the_strength_that_suits_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "LogisticRegression", Weak)
+    monkeypatch.setattr(fitting, "LogisticRegression", Weak)
     rng = np.random.default_rng(0)
     labels = ["bright", "dark"] * 20
     images = [rng.integers(0, 100, (32, 32, 3), np.uint8) + 120 * (label == "bright") for label in labels]
     train, test = Samples(images[:30], labels[:30]), Samples(images[30:], labels[30:])
     train, test = (
-        Samples([demo_images.check_images([image])[0] for image in part.items], part.labels)
+        Samples([shapes.check_images([image])[0] for image in part.items], part.labels)
         for part in (train, test)
     )
     encoder = save_tiny_vision(tmp_path / "vit")
@@ -58,10 +57,10 @@ def test_logistic_regression_is_given_the_strength_that_suits_it(tmp_path, monke
 def small(monkeypatch, tmp_path):
     """A tiny encoder, and little to do."""
     monkeypatch.setenv("VECROUTE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(demo_images, "ENCODER", save_tiny_vision(tmp_path / "vit"))
+    monkeypatch.setattr(shapes, "ENCODER", save_tiny_vision(tmp_path / "vit"))
     for name, value in {"N_TRAIN": 20, "N_TEST": 10, "N_POINTED": 5, "EPOCHS": 1}.items():
-        monkeypatch.setattr(demo_images, name, value)
-    monkeypatch.setattr(demo_images, "STRENGTHS", (0.01,))
+        monkeypatch.setattr(shapes, name, value)
+    monkeypatch.setattr(shapes, "STRENGTHS", (0.01,))
 
 
 def test_the_demo_runs_and_the_second_run_uses_the_first(run, small, tmp_path, monkeypatch):
@@ -85,8 +84,8 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, small, tmp_path, m
     with Image.open(out / "maps.png") as sheet:
         assert min(sheet.size) > 500
     monkeypatch.setattr(Trainer, "train_step", None)  # whoever trains again fails
-    monkeypatch.setattr(demo_images, "drawing", None)  # or draws
-    monkeypatch.setattr(demo_images, "pointing", None)
+    monkeypatch.setattr(shapes, "drawing", None)  # or draws
+    monkeypatch.setattr(shapes, "pointing", None)
     assert run("demo", "--images", "--out", out).out == first.out
 
 
@@ -98,7 +97,7 @@ def test_pointing_tells_a_map_on_the_shape_from_one_beside_it(monkeypatch):
             self.on_shape = on_shape
 
         def explain(self, picture):
-            mask = demo_images.drawing(int(picture.name.partition(".")[0])).mask
+            mask = shapes.drawing(int(picture.name.partition(".")[0])).mask
             touched = mask.reshape(8, 12, 8, 12).max((1, 3)) > 0
             return FakeMap(np.where(touched == self.on_shape, 1.0, -1.0))
 
@@ -114,11 +113,11 @@ def test_pointing_tells_a_map_on_the_shape_from_one_beside_it(monkeypatch):
         def grid(self):
             return self.values
 
-    pictures = [demo_images.check_images([demo_images.drawing(k).image])[0] for k in range(5)]
+    pictures = [shapes.check_images([shapes.drawing(k).image])[0] for k in range(5)]
     pictures = [type(p)(p.key, f"{k}.png", p.source) for k, p in enumerate(pictures)]
-    samples = Samples(pictures, [*demo_images.SHAPES])
-    assert demo_images.pointing(Known(True), samples)["on_shape"] == 1.0
-    beside = demo_images.pointing(Known(False), samples)
+    samples = Samples(pictures, [*shapes.SHAPES])
+    assert shapes.pointing(Known(True), samples)["on_shape"] == 1.0
+    beside = shapes.pointing(Known(False), samples)
     assert beside["on_shape"] == 0.0
     assert 0.1 < beside["covered"] < 0.6
     assert beside["n"] == 5

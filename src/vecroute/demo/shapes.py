@@ -13,7 +13,7 @@ from rich.console import Console
 from sklearn.datasets import load_sample_images  # type: ignore[import-untyped]
 
 from vecroute.classifier import RoutingClassifier
-from vecroute.demo import Samples, fitted, show_results
+from vecroute.demo.fitting import Samples, fitted, show_results
 from vecroute.explain.image_plots import sheet
 from vecroute.explain.image_report import image_report
 from vecroute.io.images import check_images, read_folder
