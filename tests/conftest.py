@@ -76,7 +76,7 @@ def nan_filled_memory():
 @pytest.fixture(scope="session")
 def ranks():
     """Four gloo processes, for all tests that need some."""
-    from ranks import Ranks
+    from tests.helpers.ranks import Ranks
 
     pool = Ranks()
     yield pool
@@ -86,6 +86,6 @@ def ranks():
 @pytest.fixture
 def run(monkeypatch, capfd):
     """Run a command in this process, as if it had been typed."""
-    from typed import run_typed
+    from tests.helpers.typed import run_typed
 
     return partial(run_typed, monkeypatch, capfd)
