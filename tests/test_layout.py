@@ -27,6 +27,8 @@ def disorder(root: Path) -> list[str]:
     packages = {name for name in folders(package) if (package / name / "__init__.py").exists()}
     for name in sorted(folders(tests) - SHARED - packages - (BESIDE & folders(root))):
         found.append(f"tests/{name} tests no package")
+    for name in sorted(packages - folders(tests)):
+        found.append(f"src/vecroute/{name} has no tests/{name}")
     for path in sorted(tests.glob("test_*.py")):
         name = path.stem.removeprefix("test_")
         if name in packages:
@@ -45,16 +47,17 @@ def test_everything_is_in_its_place():
     ("file", "message"),
     [
         ("src/vecroute/fifth.py", "5 modules at the root of the package"),
+        ("src/vecroute/novelty/__init__.py", "src/vecroute/novelty has no tests/novelty"),
         ("tests/novelty/__init__.py", "tests/novelty tests no package"),
         ("tests/assets/__init__.py", "tests/assets tests no package"),
         ("tests/scripts/__init__.py", "tests/scripts tests no package"),
         ("tests/test_ops.py", "tests/test_ops.py belongs into tests/ops"),
-        ("tests/heads/test_x.py", "lies in a folder without __init__.py"),
+        ("tests/helpers/x.py", "lies in a folder without __init__.py"),
     ],
 )
 def test_the_test_above_can_fail(file, message, tmp_path):
-    modules = ("__init__", "__main__", "networks", "storage", "ops/__init__", "heads/__init__", "assets/x/y")
-    tests = ("__init__", "conftest", "ops/__init__", "ops/test_x", "docs/__init__", "golden/__init__")
+    modules = ("__init__", "__main__", "networks", "storage", "ops/__init__", "assets/x/y")
+    tests = ("__init__", "conftest", "ops/__init__", "ops/test_x", "docs/__init__")
 
     def write(name: str) -> None:
         path = tmp_path / name
