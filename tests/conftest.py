@@ -29,6 +29,17 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def precision():
+    """A benchmark or script sets the precision of its process; the tests of the next module do not see it."""
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn.conv
+    before, each = torch.get_float32_matmul_precision(), [backend.fp32_precision for backend in backends]
+    yield
+    torch.set_float32_matmul_precision(before)
+    for backend, own in zip(backends, each, strict=True):
+        backend.fp32_precision = own
+
+
 @pytest.fixture
 def device():
     """Everything is on a GPU where there is one; elsewhere Triton's interpreter runs the kernels."""

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import logging
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from tests.helpers.texts import LABELS, LONG, TEXTS
 from tests.helpers.tiny_models import save_tiny
 from tests.helpers.typed import Done
 from vecroute.cli import main
+from vecroute.cli.common import told
 from vecroute.training import Trainer, loop
 
 
@@ -500,3 +502,11 @@ def test_without_its_packages_the_command_names_the_extra(tmp_path):
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert failed(Done(done.returncode, done.stdout, done.stderr), "needs typer: pip install 'vecroute[cli")
+
+
+def test_the_command_line_leaves_the_levels_of_loggers_as_they_were():
+    loggers = [logging.getLogger(name) for name in ("vecroute", "vecroute.training")]
+    before = [logger.level for logger in loggers]
+    with told():
+        assert loggers[1].level == logging.WARNING
+    assert [logger.level for logger in loggers] == before == [logging.NOTSET] * 2
