@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vecroute.contribution import completeness_error
+from vecroute.compose.contribution import completeness_error
 from vecroute.encoders import VisionEncoder
 from vecroute.explain.attribution import (
     Attribution,

@@ -29,6 +29,17 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def precision():
+    """A benchmark or script sets the precision of its process; the tests of the next module do not see it."""
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn.conv
+    before, each = torch.get_float32_matmul_precision(), [backend.fp32_precision for backend in backends]
+    yield
+    torch.set_float32_matmul_precision(before)
+    for backend, own in zip(backends, each, strict=True):
+        backend.fp32_precision = own
+
+
 @pytest.fixture
 def device():
     """Everything is on a GPU where there is one; elsewhere Triton's interpreter runs the kernels."""
@@ -76,7 +87,7 @@ def nan_filled_memory():
 @pytest.fixture(scope="session")
 def ranks():
     """Four gloo processes, for all tests that need some."""
-    from ranks import Ranks
+    from tests.helpers.ranks import Ranks
 
     pool = Ranks()
     yield pool
@@ -86,6 +97,6 @@ def ranks():
 @pytest.fixture
 def run(monkeypatch, capfd):
     """Run a command in this process, as if it had been typed."""
-    from typed import run_typed
+    from tests.helpers.typed import run_typed
 
     return partial(run_typed, monkeypatch, capfd)

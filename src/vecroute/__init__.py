@@ -1,9 +1,16 @@
 """Route sequences of vectors and know the credit of every input for every output."""
 
-from vecroute import networks, stability
-from vecroute.compose import Concat, PerVector, Residual, Sequential, Sum
-from vecroute.contribution import Contributions, contributions
-from vecroute.credit import Credit
+from vecroute import networks
+from vecroute.compose import (
+    Concat,
+    Contributions,
+    Credit,
+    PerVector,
+    Residual,
+    Sequential,
+    Sum,
+    contributions,
+)
 from vecroute.heads import RoutingHead
 from vecroute.layers import (
     Converge,
@@ -12,6 +19,7 @@ from vecroute.layers import (
     Routed,
     VectorRouting,
     load_reference_state_dict,
+    stability,
 )
 
 __version__ = "0.1.0"

@@ -52,7 +52,7 @@ def column(classifier: Any, given: str | None, kind: str) -> str:
 
 
 def checked(texts: Any, name: str, where: Any, first: int = 0) -> list[str]:
-    from vecroute.labels import check_texts
+    from vecroute.classifier.labels import check_texts
 
     return check_texts(texts, f"column {name!r} of {where}", first)
 
@@ -61,10 +61,14 @@ def checked(texts: Any, name: str, where: Any, first: int = 0) -> list[str]:
 def told() -> Iterator[None]:
     """Messages of the library on standard error: all on a terminal, else warnings."""
     logger, handler = logging.getLogger("vecroute"), logging.StreamHandler()
+    training = logging.getLogger("vecroute.training")
+    levels = logger.level, training.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if sys.stderr.isatty() else logging.WARNING)
-    logging.getLogger("vecroute.training").setLevel(logging.WARNING)  # its progress bar says the same
+    training.setLevel(logging.WARNING)  # its progress bar says the same
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(levels[0])
+        training.setLevel(levels[1])

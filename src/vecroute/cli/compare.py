@@ -28,10 +28,10 @@ def compare(
     All are trained alike, with hidden states and features dropped only for heads that choose among them, not
     for means (mean_last, mean_all, scalar_mix) and the first position (cls).
     """
-    from vecroute.compare import compare as run
-    from vecroute.compare import show
+    from vecroute.classifier.compare import compare as run
+    from vecroute.classifier.compare import show
     from vecroute.heads import HEADS
-    from vecroute.tables import read_table
+    from vecroute.io.tables import read_table
 
     names = list(HEADS) if heads == "all" else [name.strip() for name in heads.split(",")]
     table = read_table(data, text, label)

@@ -17,7 +17,7 @@ def demo(
 ) -> None:
     """Fit film review sentences, or drawn images, compare with logistic regression, and explain a few."""
     if images:
-        from vecroute.demo_images import run
+        from vecroute.demo.shapes import run
     else:
         from vecroute.demo import run
     with told():

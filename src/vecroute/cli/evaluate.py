@@ -32,13 +32,13 @@ def evaluate(
     device: Device = None,
 ) -> None:
     """Measure a classifier on texts or images whose labels are known."""
-    from vecroute.evaluation import evaluate as measure
-    from vecroute.evaluation import show
     from vecroute.explain.image_report import image_report
     from vecroute.explain.report import report
-    from vecroute.images import read_folder
+    from vecroute.io.images import read_folder
+    from vecroute.io.tables import read_table
     from vecroute.storage import write_file
-    from vecroute.tables import read_table
+    from vecroute.training.evaluation import evaluate as measure
+    from vecroute.training.evaluation import show
 
     texts: Any
     labels: Any

@@ -25,7 +25,7 @@ def faithfulness(
     """Measure how faithful explanations are: delete what they name, and look at the prediction again."""
     from vecroute.explain.attribution import METHODS, Reader
     from vecroute.explain.faithfulness import measure, show, summarize
-    from vecroute.tables import read_table
+    from vecroute.io.tables import read_table
 
     classifier = load(model, encoder, device)
     text = column(classifier, text, "text")

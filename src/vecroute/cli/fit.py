@@ -90,9 +90,9 @@ def fit(
 
 def read_samples(data: Path, text: str, label: str) -> tuple[Any, Any, dict[str, str]]:
     """Texts and labels of a table, or images and labels of a folder, and what to remember of them."""
-    from vecroute.images import read_folder
-    from vecroute.labels import check_labels
-    from vecroute.tables import read_table
+    from vecroute.classifier.labels import check_labels
+    from vecroute.io.images import read_folder
+    from vecroute.io.tables import read_table
 
     if data.is_dir():
         folder = read_folder(data)

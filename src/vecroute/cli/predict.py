@@ -58,8 +58,8 @@ def predict(
 
 def read_texts(data: Path, kind: Input, text: str, rows: int) -> Iterator[list[str]]:
     """Texts of a file, or of standard input, some at a time."""
-    from vecroute.images import image_files
-    from vecroute.tables import checked_pieces, read_lines, read_pieces
+    from vecroute.io.images import image_files
+    from vecroute.io.tables import checked_pieces, read_lines, read_pieces
 
     pieces: Iterator[Any]
     where = "standard input" if str(data) == "-" else str(data)

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from vecroute.compose import Concat, PerVector, Sequential, Sum, module_name
-from vecroute.contribution import Contributions
-from vecroute.credit import Credit
-from vecroute.heads import RoutingHead
+from vecroute.compose import Concat, Contributions, Credit, PerVector, Sequential, Sum
+from vecroute.compose.modules import NetworkHead, module_name
 from vecroute.layers import VectorRouting
 from vecroute.ops.checks import check_size
 from vecroute.ops.group import together
@@ -121,7 +119,7 @@ def _gather_tensor(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 def _parts_that_meet_inputs(module: nn.Module, name: str) -> Iterator[PerVector | VectorRouting]:
     """The parts that see sharded vectors: up to the first routing, after which every rank has all."""
-    if isinstance(module, RoutingHead):
+    if isinstance(module, NetworkHead):
         yield from _parts_that_meet_inputs(module.network, f"{name}.network")
     elif isinstance(module, Sequential):
         for key, part in module.named_children():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vecroute.compose import PerVector, Sequential, checked_group_of, module_name
+from vecroute.compose.modules import PerVector, Sequential, checked_group_of, module_name
 from vecroute.distributed.prefetch import prefetched
 from vecroute.distributed.vectors import Vectors, open_vectors
 from vecroute.layers import Routed, VectorRouting

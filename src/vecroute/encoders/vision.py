@@ -17,7 +17,7 @@ from vecroute.encoders.loading import (
     weights_sha256,
 )
 from vecroute.encoders.text import Batch, check_depths
-from vecroute.images import MAX_PIXELS, Picture, check_images
+from vecroute.io.images import MAX_PIXELS, Picture, check_images
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 

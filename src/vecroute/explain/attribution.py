@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vecroute.contribution import completeness_error, contributions
+from vecroute.compose.contribution import completeness_error, contributions
 from vecroute.encoders.text import TextEncoder
 from vecroute.heads import RoutingHead
 from vecroute.storage import require

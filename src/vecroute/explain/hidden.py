@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.contribution import contributions
+from vecroute.compose.contribution import contributions
 
 
 def explain_hidden(

@@ -12,7 +12,7 @@ from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.aggregate import by_depth
 from vecroute.explain.explanation import ARRAYS, Explanation, as_array
 from vecroute.explain.hidden import explain_hidden
-from vecroute.images import Picture
+from vecroute.io.images import Picture
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.storage import load_tensors, require, save_tensors, write_file
 

@@ -8,7 +8,7 @@ import numpy as np
 from vecroute.explain.html import STYLE, environment
 from vecroute.explain.image_html import data_uri, labels, outline, size_on_page, tiles
 from vecroute.explain.report import N_WRONG, depth_shares, measured, sample_case
-from vecroute.images import check_images
+from vecroute.io.images import check_images
 from vecroute.storage import require
 
 if TYPE_CHECKING:

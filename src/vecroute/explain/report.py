@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vecroute.evaluation import confidence_bins, evaluate
 from vecroute.explain.html import LEVELS, STYLE, environment, heat
 from vecroute.explain.segment import sentences
 from vecroute.explain.shown import account, caption, round_to_sum, shown
+from vecroute.training.evaluation import confidence_bins, evaluate
 
 if TYPE_CHECKING:
     from vecroute.explain.explanation import Explanation

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vecroute.compose.masks import used
 from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
-from vecroute.masks import used
 from vecroute.ops.checks import check_size
 
 

@@ -4,14 +4,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vecroute.compose import PerVector, Sequential, checked_group_of, group_of
+from vecroute.compose.modules import NetworkHead, PerVector, Sequential, checked_group_of, group_of
 from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops.checks import check_size
 from vecroute.ops.group import announced
 
 
-class RoutingHead(nn.Module):
+class RoutingHead(NetworkHead):
     """Route the hidden states of a Transformer, at every position and depth, to class scores.
 
     Positions and depths are flattened to one sequence, i = position * depth + level. Each vector of it is

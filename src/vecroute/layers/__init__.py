@@ -1,5 +1,6 @@
 """The routing layers: parameters, checks and the public verbs ``forward``, ``route`` and ``trace``."""
 
+from vecroute.layers import stability
 from vecroute.layers.common import Routed
 from vecroute.layers.converge import Converge
 from vecroute.layers.general import GeneralRouting
@@ -14,4 +15,5 @@ __all__ = [
     "Routed",
     "VectorRouting",
     "load_reference_state_dict",
+    "stability",
 ]

@@ -12,7 +12,7 @@ from vecroute.explain.image import ImageExplanation
 from vecroute.explain.image_html import data_uri
 from vecroute.explain.image_html import page as image_page
 from vecroute.explain.shown import Shown, account, pieces, round_to_sum, shown, visible
-from vecroute.images import Picture
+from vecroute.io.images import Picture
 
 N_LINES = 20  # parts with a line of their own in the account of a score
 N_KEPT = 16  # explanations kept, for whoever looks at a text by another unit or depth

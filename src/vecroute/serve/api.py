@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from vecroute.images import Picture
+from vecroute.io.images import Picture
 from vecroute.serve import schemas
 from vecroute.serve.answers import Answers, Explain, Predict, Save
 

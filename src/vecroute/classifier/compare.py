@@ -1,0 +1,152 @@
+"""Compare heads on one's own texts: the same texts to learn from and to test on, several seeds."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vecroute.classifier.estimator import RoutingClassifier
+from vecroute.classifier.labels import check_labels, check_texts, split
+from vecroute.encoders.cache import Features
+from vecroute.encoders.text import Batch, length_batches
+from vecroute.heads import HEADS
+from vecroute.ops.checks import check_choice, check_size
+from vecroute.training.loop import BATCH_BYTES, make_accelerator
+
+FLIPS = 10_000  # of signs, for the paired test
+
+
+class Result(NamedTuple):
+    """What one fitted classifier does."""
+
+    right: np.ndarray  # [n] whether each test text is classified right
+    seconds: float  # to fit
+    parameters: int
+
+
+def compare(
+    texts: Any,
+    labels: Any,
+    heads: Sequence[str] = tuple(HEADS),
+    *,
+    seeds: int = 5,
+    test: tuple[Any, Any] | None = None,
+    test_fraction: float = 0.2,
+    step: Callable[[dict[str, Any]], None] | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Fit every head with every seed, and test all on the same texts.
+
+    All heads are trained alike, by the defaults of ``RoutingClassifier`` unless options say otherwise; that
+    may not be the best for each. What differs is what every step leaves out: 0.8 of the hidden states and 0.3
+    of the features for heads that choose among them, nothing for heads of means and of one position.
+
+    Args:
+        texts, labels: to learn from, as in ``RoutingClassifier.fit``.
+        heads: names out of ``vecroute.heads.HEADS``. The others are compared with the first.
+        seeds: how many.
+        test: texts and labels to test on, None to keep out a part of the others.
+        test_fraction: that part.
+        step: called with a row for each classifier that was fitted.
+        options: of ``RoutingClassifier``.
+
+    Returns:
+        A row for each head: accuracy (mean over the seeds) and spread (their standard deviation), difference
+        to the first head and the p-value of a paired test of it, seconds to fit (hidden states are computed
+        before, once for all), parameters.
+    """
+    check_size("seeds", seeds)
+    for head in heads:
+        check_choice("heads", head, tuple(HEADS))
+    texts = check_texts(texts)
+    y = list(labels)
+    known = check_labels(y, len(texts))
+    if test is None:
+        train_on, test_on = split(known, test_fraction, 0, False)
+        test = [texts[k] for k in test_on], [y[k] for k in test_on]
+        texts, y = [texts[k] for k in train_on], [y[k] for k in train_on]
+    tested, truth = check_texts(test[0]), np.array([str(label) for label in test[1]])  # [n]
+    if len(truth) != len(tested):
+        raise ValueError(f"test must have a label for each text, got {len(truth)} for {len(tested)} texts")
+    accelerator = make_accelerator(options.get("device"))
+    prepared = RoutingClassifier(**options)._features([*texts, *tested], accelerator)
+    features = Features(prepared.encoder, tested, prepared.cache)
+    results: list[list[Result]] = []  # of each head with every seed
+    for head in heads:
+        results.append([])
+        for seed in range(seeds):
+            classifier = RoutingClassifier(**options, head=head, random_state=seed)
+            result = fit_and_test(classifier, texts, y, features, truth)
+            results[-1].append(result)
+            if step:
+                step({"head": head, "seed": seed, "accuracy": float(result.right.mean())})
+    return [summary(head, own, results[0]) for head, own in zip(heads, results, strict=True)]
+
+
+def fit_and_test(
+    classifier: RoutingClassifier, texts: list[str], y: list[Any], features: Features, truth: np.ndarray
+) -> Result:
+    """Fit to texts and labels, and test on the hidden states of others, whose labels are the truth [n]."""
+    started = time.perf_counter()
+    classifier.fit(texts, y)
+    seconds = time.perf_counter() - started
+    scores = classifier._scores_of(batches(features), len(truth))  # [n, n_cls]
+    predicted = classifier.classes_[scores.argmax(-1).numpy()]  # [n]
+    parameters = sum(p.numel() for p in classifier.head_.parameters())
+    return Result(predicted.astype(str) == truth, seconds, parameters)
+
+
+def batches(features: Features) -> Iterator[Batch]:
+    """All hidden states, those of similar length together."""
+    for which in length_batches(features.lengths, max(BATCH_BYTES // features.position_bytes, 1)):
+        yield Batch(which, *features.batch(which))
+
+
+def summary(head: str, own: list[Result], first: list[Result]) -> dict[str, Any]:
+    """The row of a head, from its results and those of the first head with every seed."""
+    right, others = (np.array([result.right for result in some]) for some in (own, first))  # [seeds, n]
+    accuracy, gain = right.mean(1), right.mean(0) - others.mean(0)  # [seeds], [n]
+    return {
+        "head": head,
+        "accuracy": float(accuracy.mean()),
+        "spread": float(accuracy.std(ddof=1)) if len(own) > 1 else None,
+        "difference": float(gain.mean()),
+        "p": paired_test(gain),
+        "seconds": float(np.mean([result.seconds for result in own])),
+        "parameters": own[0].parameters,
+    }
+
+
+def paired_test(gain: np.ndarray, seed: int = 0) -> float:
+    """How likely a mean as far from 0 is if the sign of each gain [n] were a coin's: two-sided, by flips."""
+    gain = gain[gain != 0]
+    if not len(gain):
+        return 1.0
+    generator, found = np.random.default_rng(seed), 0
+    for _ in range(FLIPS // 100):
+        signs = generator.choice((-1.0, 1.0), (100, len(gain)))  # [100, n]
+        found += int((np.abs(signs @ gain) >= abs(gain.sum()) - 1e-9).sum())
+    return (found + 1) / (FLIPS + 1)
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print what ``compare`` found as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("head", "accuracy", "spread", f"minus {rows[0]['head']}", "p", "seconds", "parameters")
+    table = Table(*columns, box=None)
+    for row in rows:
+        spread = "" if row["spread"] is None else f"{row['spread']:.4f}"
+        first = row is rows[0]
+        table.add_row(
+            row["head"],
+            f"{row['accuracy']:.4f}",
+            spread,
+            "" if first else f"{row['difference']:+.4f}",
+            "" if first else f"{row['p']:.4f}",
+            f"{row['seconds']:.1f}",
+            f"{row['parameters']:,}",
+        )
+    Console().print(table)

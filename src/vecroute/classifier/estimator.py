@@ -1,0 +1,380 @@
+"""RoutingClassifier: a scikit-learn estimator on the hidden states of a frozen Transformer."""
+
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
+from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
+from torch import Tensor
+
+from vecroute.classifier.labels import check_label_sets, check_labels, check_texts, class_weights, split
+from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key, windows
+from vecroute.encoders.either import is_of_images, load_encoder
+from vecroute.encoders.text import Batch
+from vecroute.encoders.vision import VisionEncoder
+from vecroute.explain.image import explain_image
+from vecroute.explain.text import explain_text
+from vecroute.heads import CHOOSING, RoutingHead, make_head
+from vecroute.io.images import Picture, check_images, is_image
+from vecroute.training import Recipe, Task, make_accelerator, train
+from vecroute.training.progress import progress_bar
+from vecroute.training.recipe import FEW, WEIGHT_DECAY_OF_FEW
+
+logger = logging.getLogger(__name__)
+
+WINDOW_CHARACTERS = 1_000_000  # of texts that are tokenized at a time
+WINDOW_IMAGES = 256
+N_EXPLAINED = 10  # classes of an image that are explained unless others are asked for
+
+
+class RoutingClassifier(ClassifierMixin, BaseEstimator):
+    """Classify texts or images by routing all hidden states of a frozen Transformer to class scores.
+
+    Where the encoder is a vision Transformer, everything said of texts holds for images: paths, PIL images or
+    arrays, see ``vecroute.io.images``.
+
+    Args:
+        encoder: "minilm" for texts, "vit-cifar10" for images, a name on the Hugging Face hub, a folder, a
+            loaded model, a ``TextEncoder`` or a ``VisionEncoder``.
+        revision: of the encoder on the hub.
+        depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
+        head: "routing", "wide" or "paper", or a baseline without explanations; see ``vecroute.heads``.
+        head_options: for the head, see ``vecroute.RoutingHead``.
+        max_epochs, batch_size, lr, mixup, label_smoothing, patience, mixed_precision, shard_inputs: see
+            ``vecroute.training.Recipe``.
+        weight_decay: see there; None for 0.5, or 2 where there are fewer than 1000 texts.
+        drop_inputs, drop_features: see there; None for 0.8 and 0.3 where the head chooses among the hidden
+            states, and for 0 where it takes means or one position ("mean_last", "mean_all", "scalar_mix",
+            "cls") and has nothing to choose.
+        validation_fraction: of the texts, on which training is validated; 0 for none. None for a tenth where
+            there are 1000 texts or more; fewer are all needed to learn from.
+        class_weight: None, "balanced", or a dict by label.
+        multi_label: whether a text may have any number of labels: y is then a collection of labels for each
+            text, or a table of zeros and ones, and ``predict`` gives such a table.
+        cache: where to keep hidden states: True for the user's cache folder, a folder, or False for nowhere.
+        cache_bytes: limit for that folder.
+        checkpoint: a file by which ``fit`` goes on where it was stopped; None for none.
+        device: None for the GPU if there is one.
+        random_state: the seed of everything random, an int.
+        verbose: whether to show progress, None for on terminals only.
+
+    Attributes:
+        classes_: the labels, in the order of the columns of ``predict_proba``.
+        head_: the trained head.
+        encoder_: the ``TextEncoder`` or ``VisionEncoder``.
+        history_: loss and validation of each epoch.
+        validation_accuracy_: of the weights that were kept, None without validation.
+    """
+
+    def __init__(
+        self,
+        encoder: Any = "minilm",
+        *,
+        revision: str | None = None,
+        depths: Sequence[int] | None = None,
+        max_length: int | None = None,
+        stride: int = 0,
+        special_tokens: bool = True,
+        head: str = "routing",
+        head_options: dict[str, Any] | None = None,
+        max_epochs: int | None = None,
+        batch_size: int = 32,
+        lr: float = 1e-3,
+        weight_decay: float | None = None,
+        drop_inputs: float | None = None,
+        drop_features: float | None = None,
+        mixup: float = 0.0,
+        label_smoothing: float = 0.1,
+        patience: int = 5,
+        mixed_precision: str = "auto",
+        shard_inputs: bool = False,
+        validation_fraction: float | None = None,
+        class_weight: Any = None,
+        multi_label: bool = False,
+        cache: bool | str | Path = True,
+        cache_bytes: int = 20 * 1024**3,
+        checkpoint: str | Path | None = None,
+        device: str | None = None,
+        random_state: int = 0,
+        verbose: bool | None = None,
+    ):
+        self.encoder = encoder
+        self.revision = revision
+        self.depths = depths
+        self.max_length = max_length
+        self.stride = stride
+        self.special_tokens = special_tokens
+        self.head = head
+        self.head_options = head_options
+        self.max_epochs = max_epochs
+        self.batch_size = batch_size
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.drop_inputs = drop_inputs
+        self.drop_features = drop_features
+        self.mixup = mixup
+        self.label_smoothing = label_smoothing
+        self.patience = patience
+        self.mixed_precision = mixed_precision
+        self.shard_inputs = shard_inputs
+        self.validation_fraction = validation_fraction
+        self.class_weight = class_weight
+        self.multi_label = multi_label
+        self.cache = cache
+        self.cache_bytes = cache_bytes
+        self.checkpoint = checkpoint
+        self.device = device
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.string, tags.input_tags.two_d_array = True, False
+        tags.classifier_tags.multi_label = self.multi_label
+        return tags
+
+    def __getstate__(self):
+        # The encoder can be loaded again, unless it came as an object.
+        state = dict(super().__getstate__())
+        if isinstance(self.encoder, str | Path):
+            state.pop("encoder_", None)
+        return state
+
+    def fit(self, X: Any, y: Any, *, validation: tuple[Any, Any] | None = None) -> "RoutingClassifier":
+        """Learn from texts and their labels.
+
+        Args:
+            X: texts: a list, a pandas Series, a numpy array.
+            y: a label for each.
+            validation: texts and labels to validate on instead of a part of X.
+
+        Raises:
+            ValueError, TypeError: texts or labels that are missing, empty, of one class only, ...
+        """
+        texts, task_labels, train_on, validate_on = self._samples(X, y, validation)
+        recipe = self._recipe(len(texts))
+        accelerator = make_accelerator(self.device)
+        features = self._features(texts, accelerator)
+        encoder = features.encoder
+        head = self._new_head(encoder, len(task_labels.classes))
+        task = Task(
+            features,
+            task_labels.targets,
+            train_on,
+            validate_on,
+            class_weights(self.class_weight, task_labels, self.multi_label),
+            self.multi_label,
+            key=text_key("\0".join([encoder.key, *(t if isinstance(t, str) else t.key for t in texts)])),
+        )
+        checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
+        trained = train(head, task, recipe, checkpoint=checkpoint, accelerator=accelerator, show=self._show)
+        if checkpoint is not None and accelerator.is_main_process:
+            checkpoint.unlink(missing_ok=True)
+        self.classes_ = task_labels.classes
+        self.encoder_, self.head_, self.history_ = encoder, head.eval(), trained.history
+        self.validation_accuracy_ = trained.history[trained.kept].get("valid_accuracy")
+        self.weights_sha256_ = encoder.weights_sha256
+        self.n_texts_ = {"train": len(train_on), "validation": len(validate_on)}
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The label of each text; a table of zeros and ones [n, n_cls] where multi_label=True."""
+        scores = self._scores(X)  # [n, n_cls]
+        if self.multi_label:
+            return (scores > 0).long().numpy()
+        return self.classes_[scores.argmax(-1).numpy()]
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The probability of each class for each text, [n, n_cls], in the order of ``classes_``."""
+        scores = self._scores(X)  # [n, n_cls]
+        return (scores.sigmoid() if self.multi_label else scores.softmax(-1)).numpy()
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """The score of each class for each text, [n, n_cls]; with two classes their difference, [n]."""
+        scores = self._scores(X).numpy()  # [n, n_cls]
+        two = len(self.classes_) == 2 and not self.multi_label
+        return scores[:, 1] - scores[:, 0] if two else scores
+
+    def explain(self, X: Any, classes: Sequence[Any] | None = None) -> Any:
+        """What each token at each depth adds to the score of each class, and the credit phi.
+
+        Args:
+            X: one text or several.
+            classes: the labels to explain, None for all; of images for the ten with the highest scores.
+
+        Returns:
+            An ``Explanation``, or a list of them for several texts.
+
+        Raises:
+            ValueError: the head is no network of routings, so that nothing is known of its inputs.
+        """
+        check_is_fitted(self)
+        if not isinstance(self.head_, RoutingHead):
+            raise ValueError(f"explain needs head='routing', 'wide' or 'paper', got head={self.head!r}")
+        encoder, head = self._ready()
+        images = isinstance(encoder, VisionEncoder)
+        single = is_image(X) if images else isinstance(X, str)
+        rows = [Picture.of(X) if images else X] if single else X
+        texts: Any = (check_images if images else check_texts)(rows)
+        known = self.classes_.tolist()
+        asked = known if classes is None else list(classes)
+        for label in asked:
+            if label not in known:
+                raise ValueError(f"classes must be some of {known}, got {label!r}")
+        outputs, explained = [known.index(label) for label in asked], []
+        for text in texts:
+            if images and classes is None and len(known) > N_EXPLAINED:
+                outputs = self._scores([text])[0].topk(N_EXPLAINED).indices.tolist()
+            names = [str(known[j]) for j in outputs]
+            explained.append((explain_image if images else explain_text)(encoder, head, text, outputs, names))
+        return explained[0] if single else explained
+
+    def save_pretrained(
+        self, folder: str | Path, *, overwrite: bool = False, about: dict | None = None
+    ) -> None:
+        """Write the classifier to a folder, whole or not at all; ``from_pretrained`` reads it.
+
+        Args:
+            folder: gets ``config.json``, ``model.safetensors`` and a model card, ``README.md``. The encoder
+                is referred to, not stored.
+            overwrite: replace a folder that is there.
+            about: more to remember, of JSON types.
+
+        Raises:
+            ValueError: the folder exists.
+        """
+        from vecroute.classifier.saving import save_classifier
+
+        check_is_fitted(self)
+        save_classifier(self, Path(folder), overwrite, about or {})
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        encoder: Any = None,
+        device: str | None = None,
+        verbose: bool | None = None,
+    ) -> "RoutingClassifier":
+        """Read what ``save_pretrained`` wrote.
+
+        Args:
+            folder: the folder.
+            encoder: where the encoder is now, None for where it was.
+            device, verbose: as in the constructor.
+
+        Raises:
+            ValueError: a file that is missing or damaged, or an encoder that is not the one of the training.
+        """
+        from vecroute.classifier.saving import load_classifier
+
+        return load_classifier(cls, Path(folder), encoder, device, verbose)
+
+    def _samples(self, X: Any, y: Any, validation: tuple[Any, Any] | None):
+        """Checked texts and labels, and which samples to train and to validate on."""
+        check_samples: Any = check_images if self._of_images() else check_texts
+        texts = check_samples(X)
+        check = check_label_sets if self.multi_label else check_labels
+        if validation is None:
+            labels = check(y, len(texts))
+            return (
+                texts,
+                labels,
+                *split(labels, self.validation_fraction, self.random_state, self.multi_label),
+            )
+        more = check_samples(validation[0], "validation")
+        labels = check([*y, *validation[1]], len(texts) + len(more))
+        n, n_more = len(texts), len(more)
+        return texts + more, labels, list(range(n)), list(range(n, n + n_more))
+
+    @property
+    def _show(self) -> bool:
+        return sys.stderr.isatty() if self.verbose is None else self.verbose
+
+    def _features(self, texts: list[Any], accelerator: Accelerator) -> Features:
+        """The hidden states of texts, each process having computed its share of what the cache lacked."""
+        encoder = self._load_encoder(accelerator.device)
+        features = Features(encoder, texts, self._open_cache(encoder))
+        show = self._show and accelerator.is_main_process
+        with progress_bar(show, "hidden states", len(set(texts))) as bar:
+            features.prepare((accelerator.process_index, accelerator.num_processes), bar)
+        accelerator.wait_for_everyone()
+        if features.cache is not None:
+            features.cache.refresh()
+        return features
+
+    def _recipe(self, n: int) -> Recipe:
+        """How to train on n samples."""
+        given = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name != "seed"}
+        for name in ("drop_inputs", "drop_features"):
+            if given[name] is None:
+                given[name] = getattr(Recipe, name) if self.head in CHOOSING else 0.0
+        if given["weight_decay"] is None:
+            given["weight_decay"] = WEIGHT_DECAY_OF_FEW if n < FEW else Recipe.weight_decay
+        return Recipe(seed=self.random_state, **given)
+
+    def _of_images(self) -> bool:
+        return is_of_images(self.encoder, self.revision)
+
+    def _new_head(self, encoder: Any, n_cls: int) -> torch.nn.Module:
+        sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": n_cls}
+        return make_head(self.head, seed=self.random_state, **sizes, **(self.head_options or {}))
+
+    def _load_encoder(self, device: torch.device) -> Any:
+        depths = None if self.depths is None else tuple(self.depths)
+        names = ("revision", "max_length", "stride", "special_tokens")
+        options = {name: getattr(self, name) for name in names}
+        return load_encoder(self.encoder, device, depths=depths, **options)
+
+    def _open_cache(self, encoder: Any) -> FeatureCache | None:
+        if self.cache is False or self.cache is None:
+            return None
+        folder = default_folder() if self.cache is True else Path(self.cache)
+        try:
+            return FeatureCache(folder, encoder.key, self.cache_bytes)
+        except OSError as error:
+            logger.warning("no cache of hidden states: %s", error)
+            return None
+
+    def _ready(self) -> tuple[Any, Any]:
+        """The encoder, loaded again if need be, and the head."""
+        check_is_fitted(self)
+        if not hasattr(self, "encoder_"):
+            self.encoder_ = self._load_encoder(next(self.head_.parameters()).device)
+        if self.encoder_.weights_sha256 != self.weights_sha256_:
+            raise ValueError(
+                f"encoder {self.encoder_.name!r} is not the one that this classifier was fitted with: "
+                f"its weights have sha256 {self.encoder_.weights_sha256}, expected {self.weights_sha256_}"
+            )
+        return self.encoder_, self.head_
+
+    @torch.inference_mode()
+    def _scores(self, X: Any) -> Tensor:
+        """The scores [n, n_cls] of texts in double precision, on the CPU."""
+        encoder, _ = self._ready()
+        samples: Any = (check_images if isinstance(encoder, VisionEncoder) else check_texts)(X)
+        sizes = [len(s) if isinstance(s, str) else WINDOW_CHARACTERS // WINDOW_IMAGES for s in samples]
+        found = []
+        for group in windows(sizes, WINDOW_CHARACTERS):  # so that tokens do not fill memory
+            batches = encoder.batches(encoder.tokenize([samples[k] for k in group]))
+            found.append(self._scores_of(batches, len(group)))  # [n, n_cls]
+        return torch.cat(found)  # [n, n_cls]
+
+    @torch.inference_mode()
+    def _scores_of(self, batches: Iterable[Batch], n: int) -> Tensor:
+        """The scores [n, n_cls] of n texts whose hidden states come in batches."""
+        device = next(self.head_.parameters()).device
+        scores = torch.empty(n, len(self.classes_), device=device)  # [n, n_cls]
+        for batch in batches:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                found = self.head_(batch.hidden.to(device, torch.float32), batch.mask.to(device))
+            scores[batch.which] = found.float()  # [b, n_cls]
+        return scores.cpu().double()

@@ -1,0 +1,167 @@
+"""Texts and labels as people have them: checked, and turned into what training takes."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
+from sklearn.preprocessing import MultiLabelBinarizer  # type: ignore[import-untyped]
+from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
+from torch import Tensor
+
+from vecroute.training.recipe import FEW
+
+FEWEST_VALIDATED = 10  # samples below which a validation split would say nothing
+
+
+class Labels(NamedTuple):
+    """The classes there are and which of them each sample has."""
+
+    classes: np.ndarray  # [n_cls]
+    targets: Tensor  # [n, n_cls], 1 at the classes of a sample
+
+
+def check_texts(X: Any, name: str = "X", first: int = 0) -> list[str]:
+    """The texts as a list of strings; errors call them by the name and count rows from the first.
+
+    Raises:
+        TypeError: one string instead of several, or something that is no text.
+        ValueError: no texts, a missing or an empty one.
+    """
+    if isinstance(X, str):
+        raise TypeError(f"{name} must be a list of texts, got one string: put it in a list")
+    if not isinstance(X, Iterable) or isinstance(X, dict | set):
+        raise TypeError(f"{name} must be a list of texts, got {type(X).__name__}")
+    rows = np.asarray(X, dtype=object) if hasattr(X, "__array__") else list(X)
+    if isinstance(rows, np.ndarray):
+        if rows.ndim != 1 and rows.size != len(rows):
+            raise ValueError(f"{name} must be a list of texts, got an array {list(rows.shape)}")
+        rows = rows.reshape(-1).tolist()
+    if not rows:
+        raise ValueError(f"{name} must be a list of texts, got none")
+    for k, text in enumerate(rows, first):
+        if is_missing(text):
+            raise ValueError(f"{name} must be a list of texts, row {k} is missing ({text})")
+        if not isinstance(text, str):
+            raise TypeError(f"{name} must be a list of texts, row {k} is {text!r} ({type(text).__name__})")
+        if not text.strip():
+            raise ValueError(f"{name} must be a list of texts, row {k} is empty")
+    return [str(text) for text in rows]
+
+
+def check_labels(y: Any, n: int, name: str = "y") -> Labels:
+    """One label for each of n texts; errors call them by the name.
+
+    Raises:
+        ValueError: another number of labels, a missing one, one class only, or a class with one example.
+    """
+    labels = np.asarray(y)
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1:
+        raise ValueError(
+            f"{name} must be one label for each text, got an array {list(labels.shape)}; "
+            "for several labels at once use multi_label=True"
+        )
+    check_count(len(labels), n)
+    for k, label in enumerate(labels.tolist()):
+        if is_missing(label):
+            raise ValueError(f"{name} must be one label for each text, row {k} is missing ({label})")
+    if labels.dtype == object and all(isinstance(label, str) for label in labels):
+        labels = labels.astype(str)
+    try:
+        classes, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    except TypeError as error:
+        raise ValueError(f"{name} must be labels of one type, got a mixture: {error}") from error
+    if len(classes) < 2:
+        raise ValueError(f"{name} must have two classes or more, all have the label {classes[0]!s}")
+    if counts.min() < 2:
+        few = ", ".join(str(label) for label in classes[counts < 2][:5])
+        raise ValueError(f"{name} must have two examples or more of each class, got one of: {few}")
+    return Labels(classes, torch.from_numpy(np.eye(len(classes), dtype=np.float32)[index]))
+
+
+def check_label_sets(y: Any, n: int) -> Labels:
+    """Any number of labels for each of n texts: collections of labels, or a table of zeros and ones."""
+    if hasattr(y, "columns"):
+        classes, table = np.asarray(y.columns), np.asarray(y)
+    else:
+        rows = y if isinstance(y, np.ndarray) and y.ndim == 2 else list(y)
+        if not isinstance(rows, np.ndarray) and is_table(rows):
+            rows = np.asarray(rows)
+        if isinstance(rows, np.ndarray):
+            classes, table = np.arange(rows.shape[1]), rows
+        else:
+            if any(isinstance(row, str) or not isinstance(row, Iterable) for row in rows):
+                raise ValueError("y must be a collection of labels for each text where multi_label=True")
+            binarizer = MultiLabelBinarizer()
+            table = binarizer.fit_transform(rows)
+            classes = binarizer.classes_
+            if all(isinstance(label, str) for label in classes):
+                classes = classes.astype(str)
+    check_count(len(table), n)
+    if not np.isin(table, (0, 1)).all():
+        raise ValueError("y must be a table of zeros and ones where multi_label=True")
+    if len(classes) < 1:
+        raise ValueError("y must have a label at least, got none")
+    return Labels(classes, torch.from_numpy(table.astype(np.float32)))
+
+
+def check_count(n_labels: int, n_texts: int) -> None:
+    if n_labels != n_texts:
+        raise ValueError(f"y must be one label for each of the {n_texts} texts in X, got {n_labels}")
+
+
+def is_table(rows: list) -> bool:
+    """Whether rows are zeros and ones, as many in each."""
+    return (
+        len({len(row) if isinstance(row, list | tuple) else -1 for row in rows}) == 1
+        and isinstance(rows[0], list | tuple)
+        and len(rows[0]) > 0
+        and all(cell in (0, 1) and not isinstance(cell, str) for row in rows for cell in row)
+    )
+
+
+def is_missing(value: Any) -> bool:
+    """None, NaN, or the missing value of pandas."""
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or value != value
+
+
+def split(
+    labels: Labels, fraction: float | None, seed: int, multi_label: bool
+) -> tuple[list[int], list[int]]:
+    """Samples to learn from, and a fraction of them, with all classes alike, to validate on.
+
+    There is no validation where so few samples would say nothing. None is for a tenth, unless samples are
+    so few that all are needed to learn from.
+    """
+    if fraction is not None and not 0 <= fraction < 1:
+        raise ValueError(f"validation_fraction must be from 0 to less than 1, got {fraction}")
+    n, n_cls = labels.targets.shape
+    if fraction is None:
+        fraction = 0.1 if n >= FEW else 0.0
+    n_valid = max(round(fraction * n), n_cls)
+    if not fraction or n_valid < FEWEST_VALIDATED or n < 4 * n_cls:
+        return list(range(n)), []
+    strata = None if multi_label else labels.targets.argmax(1).numpy()
+    train, valid = train_test_split(np.arange(n), test_size=n_valid, random_state=seed, stratify=strata)
+    return sorted(train.tolist()), sorted(valid.tolist())
+
+
+def class_weights(wanted: Any, labels: Labels, multi_label: bool) -> Tensor | None:
+    """[n_cls] by which the loss of each class is multiplied: None, "balanced", or a dict by label."""
+    if wanted is None:
+        return None
+    if multi_label and wanted == "balanced":
+        raise ValueError("class_weight must be None or a dict where multi_label=True, got 'balanced'")
+    classes = labels.classes
+    if isinstance(wanted, dict):
+        unknown = [label for label in wanted if label not in classes.tolist()]
+        if unknown:
+            raise ValueError(f"class_weight must have labels from {classes.tolist()}, got {unknown[0]!r}")
+        return torch.tensor([float(wanted.get(label, 1.0)) for label in classes.tolist()])
+    if wanted != "balanced":
+        raise ValueError(f"class_weight must be None, 'balanced' or a dict, got {wanted!r}")
+    index = classes[labels.targets.argmax(1).numpy()]
+    return torch.from_numpy(compute_class_weight("balanced", classes=classes, y=index)).float()

@@ -1,0 +1,227 @@
+"""Contributions: what each input adds to an output of a network of routings, in the units of that output.
+
+With phi, the scales of normalisations and the gates of per-vector modules held fixed, a network of routings
+is affine in its inputs: output = base + sum_i contribution_i, exactly.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vecroute.compose.affine import Affine, hold
+from vecroute.compose.credit import as_int, check_batch, check_groups, to_numpy
+from vecroute.compose.masks import Masks, check_not_nested, leaves, masks_of, used
+from vecroute.compose.modules import Network, PerVector, check_network, check_pair_mask, group_of
+from vecroute.ops.checks import check_choice
+from vecroute.ops.group import total
+from vecroute.storage import load_tensors, require, save_tensors
+
+
+class Contributions(NamedTuple):
+    """values.sum(-1) + base = output, for one scalar output, or for several in the dimensions before i.
+
+    ``values`` is [..., i] for one output, [..., j, i] for all of them; [..., h, i] and [..., j, h, i] where
+    outputs are vectors. The others have the same dimensions without i.
+    """
+
+    values: Tensor  # [..., i] what each input adds to the output
+    base: Tensor  # [...] what the output is at x = 0, with phi, scales and gates as they are at x
+    output: Tensor  # [...] what the network computes
+    completeness_error: Tensor  # [...] |sum_i values + base - output| / (sum_i |values| + |base|)
+
+    def sum_groups(self, index: Tensor, n: int | None = None) -> "Contributions":
+        """Contributions of groups of inputs: tokens, words, sentences, image regions, depths.
+
+        Args:
+            index: [i] or [..., i] the group of each input, from 0. Each input must be in a group, for
+                contributions left out would be missing from the sum.
+            n: number of groups, None for one more than the largest index.
+        """
+        index, n = check_groups(index, n, self.values.shape[-1])
+        if (index == n).any():
+            raise ValueError("index must put every input in a group, got negative numbers")
+        # The dimensions of index are those of the batch, which come first in values.
+        batch, lead = self.values.shape[:-1], index.shape[:-1]
+        pairs = zip(lead, batch, strict=False)
+        check_batch(index, batch, len(lead) <= len(batch) and all(a in (1, b) for a, b in pairs))
+        index = index.reshape(*index.shape[:-1], *[1] * (self.values.dim() - index.dim()), index.shape[-1])
+        sums = self.values.new_zeros(*self.values.shape[:-1], n)  # [..., n]
+        sums = sums.scatter_add(-1, index.expand(self.values.shape), self.values)  # [..., n]
+        return Contributions(sums, self.base, self.output, completeness_error(sums, self.base, self.output))
+
+    def to_numpy(self) -> dict[str, Any]:
+        """Every field as an array."""
+        return {name: to_numpy(tensor) for name, tensor in self._asdict().items()}
+
+    def to_pandas(self):
+        """A data frame with a row for each input of each output: value, base, output, completeness_error."""
+        pandas = require("pandas", "data")
+        names = [*(f"axis_{k}" for k in range(self.values.dim() - 1)), "i"]
+        rows = pandas.MultiIndex.from_product([range(n) for n in self.values.shape], names=names)
+        columns = {"value": self.values}
+        for name, tensor in list(self._asdict().items())[1:]:
+            columns[name] = tensor[..., None].expand_as(self.values)  # [..., i]
+        flat = {name: to_numpy(tensor.reshape(-1)) for name, tensor in columns.items()}
+        return pandas.DataFrame(flat, index=rows)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write to one safetensors file, whole or not at all; ``Contributions.load`` reads it."""
+        save_tensors(path, self._asdict(), {"kind": "contributions"})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Contributions":
+        """Read what ``save`` wrote."""
+        return cls(**load_tensors(path, "contributions")[0])
+
+
+def contributions(
+    network: nn.Module,
+    x_inp: Any,
+    output: int | Tensor | None = None,
+    margin: int | Tensor | None = None,
+    *,
+    bias: str = "base",
+    input_mask: Any = None,
+    pair_mask: Any = None,
+) -> Contributions:
+    """Split an output of a network of routings into what each input adds to it and a base, exactly.
+
+        output = base + sum_i values_i
+
+    ``values_i`` is the gradient times x_i, and ``base`` the output at x = 0, both with phi, scales and gates
+    held fixed as they are at x. It takes one forward pass, one of the affine network at x = 0, and one
+    backward pass for each requested output; no graph is kept. The sum is exact to rounding, 1e-5 in float32
+    outside of autocast.
+
+    Args:
+        network: a routing, or routings and per-vector modules composed with ``Sequential`` and its kin.
+        x_inp: [..., i, d], or a tuple as the network takes it, whose inputs i follow one another.
+        output: the output j, one for all samples or a tensor [...] with one for each; None for all outputs.
+        margin: an output to subtract, for the margin between two.
+        bias: where the bias of the first routing's votes goes, sum_i phi_ij B_F2_jh: "base", or "votes" to
+            give each input its own part, phi_ij B_F2_jh.
+        input_mask, pair_mask: as in ``forward``; unused inputs contribute 0.
+
+    Raises:
+        TypeError: a part of the network is neither a routing nor a composition.
+        ValueError: a part mixes vectors, or is not affine with gates and scales held; or a wrong argument.
+    """
+    check_network(network)
+    check_choice("bias", bias, ("base", "votes"))
+    check_not_nested(x_inp)
+    masks = masks_of(x_inp, input_mask, pair_mask)
+    for t in leaves(x_inp):
+        if t.shape[:-2].numel() == 0:
+            raise ValueError(f"x_inp must have at least one sample, got {list(t.shape)}")
+    parts: list[Affine] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        x = _map(_leaf, x_inp, masks)
+        inputs, votes = leaves(x), bias == "votes"  # [..., i, d] each
+        units = [torch.ones_like(t[..., 0], requires_grad=True) for t in inputs if votes]  # [..., i] each
+        at_one = _with_units(masks, iter(units))
+        x_out = _run(network, x, at_one, lambda *part: hold(parts, *part))  # [..., j, h]
+        check_pair_mask(network, masks)
+        target = _select(x_out, output, margin)  # [...]
+        values = _gradient_times_input(target, inputs, units)  # [..., i]
+    with torch.no_grad():
+        zeros = _map(lambda t, _: torch.zeros_like(t), x, masks)
+        at_zero = _with_units(masks, map(torch.zeros_like, units))
+        held = iter(parts)
+        x_out = _run(network, zeros, at_zero, lambda _, t, m: next(held)(t, m.unit))  # [..., j, h]
+        base, target = _select(x_out, output, margin), target.detach()  # [...] each
+        error = completeness_error(values, base, target, group_of(network))  # [...]
+        return Contributions(values, base, target, error)
+
+
+def completeness_error(values: Tensor, base: Tensor, output: Tensor, group: str = "") -> Tensor:
+    """|sum_i values + base - output| / (sum_i |values| + |base|), [...]; 0 where nothing is missing.
+
+    The sums are over the inputs of every rank of the group, if there is one.
+    """
+    sums, magnitudes = total(group, values.sum(-1), values.abs().sum(-1))  # [...] each
+    error = (sums + base - output).abs()  # [...]
+    scale = magnitudes + base.abs()  # [...]
+    return torch.where(error == 0, 0.0, error / scale)  # [...]
+
+
+def _leaf(x: Tensor, masks: Masks) -> Tensor:
+    """The used inputs [..., i, d] as a leaf of a graph."""
+    x = used(x.detach(), masks.input_mask)  # [..., i, d]
+    return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
+
+
+def _run(network: nn.Module, x: Any, masks: Any, part: Callable[..., Tensor]) -> Tensor:
+    """The network with ``part(module, x, masks)`` in place of each routing and per-vector module."""
+
+    def visit(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, None]:
+        if isinstance(module, Network) and not isinstance(module, PerVector):
+            return module.run(x, masks, visit)[0], None
+        return part(module, x, masks), None
+
+    return visit(network, x, masks)[0]
+
+
+def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Sequence[Tensor]) -> Tensor:
+    """sum_d x_id (gradient of target)_id, and the gradient of its unit where it has one, [..., i].
+
+    One backward pass for each element of the target of one sample.
+    """
+    batch = inputs[0].shape[:-2]
+    targets = target.reshape(*batch, -1)  # [..., k]
+    rows = []
+    for k in range(targets.shape[-1]):
+        more = k + 1 < targets.shape[-1]
+        at, total = [*inputs, *units], targets[..., k].sum()
+        if total.requires_grad:
+            gradients = torch.autograd.grad(total, at, retain_graph=more, materialize_grads=True)
+        else:  # the votes do not depend on the inputs
+            gradients = tuple(map(torch.zeros_like, at))
+        # What has no gradient contributes nothing, though it be NaN.
+        row = [
+            (g * x.detach()).where(g != 0, 0.0).sum(-1) for g, x in zip(gradients, inputs, strict=False)
+        ]  # [..., i] each
+        for position, gradient in enumerate(gradients[len(inputs) :]):
+            row[position] = row[position] + gradient  # [..., i]
+        rows.append(torch.cat(row, -1))  # [..., i]
+    return torch.stack(rows, -2).reshape(*target.shape, -1)  # [..., k, i] as the target is, then i
+
+
+def _select(x_out: Tensor, output: int | Tensor | None, margin: int | Tensor | None) -> Tensor:
+    """The outputs asked for out of x_out [..., j, h]: [...], [..., j], [..., h] or [..., j, h]."""
+    if output is not None:
+        difference = _pick("output", x_out, output)  # [..., h]
+        if margin is not None:
+            difference = difference - _pick("margin", x_out, margin)  # [..., h]
+        x_out = difference
+    elif margin is not None:
+        raise ValueError(f"margin needs an output to subtract from, got output=None and margin={margin}")
+    return x_out[..., 0] if x_out.shape[-1] == 1 else x_out
+
+
+def _pick(name: str, x_out: Tensor, j: int | Tensor) -> Tensor:
+    """Output j of each sample, [..., h]."""
+    n_out, batch = x_out.shape[-2], x_out.shape[:-2]
+    if not isinstance(j, Tensor) or j.dim() == 0:
+        j = torch.tensor(as_int(name, j, "an int or an integer tensor"), device=x_out.device)
+    elif j.is_floating_point() or j.dtype == torch.bool or j.shape != batch:
+        expected = f"an int or an integer tensor {list(batch)}, one for each sample"
+        raise ValueError(f"{name} must be {expected}, got {j.dtype} {list(j.shape)}")
+    if ((j < -n_out) | (j >= n_out)).any():
+        raise ValueError(f"{name} must be one of 0, ..., n_out - 1 = {n_out - 1}, got {j.tolist()}")
+    index = (j.long() % n_out).expand(batch)[..., None, None]  # [..., 1, 1]
+    return x_out.gather(-2, index.expand(*batch, 1, x_out.shape[-1]))[..., 0, :]  # [..., h]
+
+
+def _map(f: Callable[[Any, Masks], Any], x: Any, masks: Any) -> Any:
+    """f of each tensor in x and its masks, in the same nested tuples."""
+    if isinstance(masks, Masks):
+        return f(x, masks)
+    return tuple(_map(f, *pair) for pair in zip(x, masks, strict=True))
+
+
+def _with_units(masks: Any, units: Iterator[Tensor]) -> Any:
+    """The masks, each with the next of the units while there are any."""
+    return _map(lambda m, _: m._replace(unit=next(units, None)), masks, masks)

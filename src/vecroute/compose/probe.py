@@ -1,0 +1,139 @@
+"""Numerical probes of what a module does with each vector of a sequence, on vectors made up for it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from vecroute.compose.gates import Gates
+
+# It is the structure of a module that is probed, so a few vectors will do where it takes any number.
+N_PROBE = 64
+
+
+def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probed: set) -> None:
+    """Raise if an output vector of the module depends on another input vector than its own.
+
+    NaN in a vector reaches everything that is computed from it, whatever the weights, so it may show in the
+    output of that vector alone. Vectors of all samples are numbered, and poisoned by the bits of their
+    numbers: any two differ in a bit, so for either of them there is a run that poisons it and not the other.
+
+    Args:
+        name: how the error calls the module.
+        module: [..., i, d] -> [..., i, and any more].
+        x: [..., i, d] tells the number, size, dtype and device of the vectors.
+        probed: where to remember that the module passed.
+    """
+    if x.shape[:-1].numel() <= 1 or _key("independent", module, x) in probed:
+        return
+    with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+        vectors = _vectors(module, x)  # [..., n, d]
+        shape, count = vectors.shape[:-1], vectors.shape[:-1].numel()
+        numbers = torch.arange(count, device=x.device).reshape(shape)  # [..., n]
+        clean = _call(module, vectors).isnan()  # [..., n, any more]
+        for bit in range((count - 1).bit_length()):
+            odd = (numbers >> bit) % 2 == 1  # [..., n]
+            for own in (odd, ~odd):  # [..., n]
+                poisoned = vectors.masked_fill(own[..., None], torch.nan)  # [..., n, d]
+                spread = _call(module, poisoned).isnan() & ~clean  # [..., n, any more]
+                if spread[~own].any():
+                    raise ValueError(
+                        f"{name} mixes vectors: one of its outputs depends on another input than its own"
+                    )
+    probed.add(_key("independent", module, vectors))
+
+
+def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probed: set) -> None:
+    """Raise unless the module is affine once its gates and scales are held.
+
+    Probed with noise added to the parameters, so that zeros among them hide nothing. Arguments as above.
+    """
+    if not x.shape[:-1].numel() or _key("affine", module, x) in probed:
+        return
+    gates = Gates()
+    noise = _noise(module, x)
+    with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+        a = _vectors(module, x)  # [..., n, d]
+        b = 2 - 3 * a.flip(-1)  # [..., n, d]
+
+        def f(v: Tensor) -> Tensor:
+            return gates.run(lambda v: _call(module, v, noise), v)  # [..., n, any more]
+
+        value = f(a)  # [..., n, any more]
+        try:
+            f_a, f_b, f_mix = f(a), f(b), f(0.3 * a + 0.7 * b)  # [..., n, any more] each
+            error = torch.maximum((f_a - value).abs(), (0.3 * f_a + 0.7 * f_b - f_mix).abs()).max()
+            tolerance = torch.finfo(_precision(x)).eps ** 0.5 * torch.maximum(f_a.abs(), f_b.abs()).max()
+            fits = bool(error.isfinite() and error <= tolerance)  # infinity is no more than infinity
+        except (IndexError, RuntimeError):  # it took another path through its code
+            fits = False
+    if not fits:
+        raise ValueError(
+            f"{name} cannot be split into contributions: with its gates and scales held fixed it is not "
+            "affine in its input"
+        )
+    probed.add(_key("affine", module, a))
+
+
+def _key(probe: str, module: Callable[[Tensor], Tensor], x: Tensor) -> tuple:
+    """What a probe holds for; any number of vectors above N_PROBE is as good as N_PROBE."""
+    return (
+        probe,
+        _precision(x),
+        x.dim(),
+        min(x.shape[-2], N_PROBE),
+        x.shape[-1],
+        getattr(module, "training", False),
+    )
+
+
+def _precision(x: Tensor) -> torch.dtype:
+    """The dtype in which modules may compute: that of x, or that of autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _vectors(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Positive vectors [..., n, d] like x [..., i, d], as many as the module takes.
+
+    First choice are N_PROBE at most and two along each dimension of the batch, last those of x itself.
+    """
+    i, d = x.shape[-2:]
+    batches = [tuple(2 for _ in x.shape[:-2]), (*(2 for _ in x.shape[:-2][:1]), *x.shape[1:-2]), x.shape[:-2]]
+    sizes = [
+        (*batch, n) for batch in dict.fromkeys(map(tuple, batches)) for n in sorted({min(i, N_PROBE), i})
+    ]
+    for size in sizes:
+        vectors = (torch.arange(size[-1] * d, device=x.device) % 7 + 1).to(x.dtype) / 4  # [n d]
+        vectors = vectors.expand(*size[:-1], -1).reshape(*size, d)  # [..., n, d]
+        try:
+            _call(module, vectors)
+            break
+        except Exception:  # a table of positions of another length, say
+            if size == sizes[-1]:
+                raise
+    return vectors
+
+
+def _call(
+    module: Callable[[Tensor], Tensor], x: Tensor, parameters: dict[str, Tensor] | None = None
+) -> Tensor:
+    """Call a module with copies of x and of its buffers, which it may change, so that nothing stays in it."""
+    x = x.clone()  # [..., n, d]
+    if not isinstance(module, nn.Module):
+        return module(x)
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return functional_call(module, {**buffers, **(parameters or {})}, (x,))
+
+
+def _noise(module: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
+    """The parameters of a module with noise added."""
+    if not isinstance(module, nn.Module):
+        return {}
+    generator = torch.Generator(x.device).manual_seed(0)
+    return {
+        name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
+        for name, p in module.named_parameters()
+        if p.is_floating_point()
+    }

@@ -1,0 +1,156 @@
+"""The demo on images: shapes drawn on photos, so that where a map should point is known."""
+
+import io
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw
+from rich.console import Console
+from sklearn.datasets import load_sample_images  # type: ignore[import-untyped]
+
+from vecroute.classifier import RoutingClassifier
+from vecroute.demo.fitting import Samples, fitted, show_results
+from vecroute.explain.image_plots import sheet
+from vecroute.explain.image_report import image_report
+from vecroute.io.images import check_images, read_folder
+from vecroute.storage import write_file
+
+SHAPES = ("circle", "cross", "square", "star", "triangle")
+N_TRAIN, N_TEST, N_POINTED = 2000, 500, 100
+SIDE, FINE = 96, 3  # pixels of an image, and how many times finer it is drawn
+ENCODER, EPOCHS, SEED = "vit-cifar10", 15, 0
+STRENGTHS = (0.01, 0.1, 1.0, 10.0)  # of logistic regression
+
+
+class Drawing(NamedTuple):
+    """An image of a shape."""
+
+    image: Image.Image
+    label: str
+    mask: np.ndarray  # [SIDE, SIDE] which part of each pixel the shape covers
+
+
+def drawing(number: int) -> Drawing:
+    """A shape of any colour, size, place and rotation on a part of a photo, the same for the same number."""
+    rng = np.random.default_rng([SEED, number])
+    label = SHAPES[number % len(SHAPES)]
+    photo = photos()[rng.integers(2)]
+    side = int(rng.integers(SIDE, 3 * SIDE))
+    left, top = (int(rng.integers(0, length - side)) for length in photo.size)
+    ground = photo.crop((left, top, left + side, top + side)).resize((SIDE, SIDE))
+    radius = rng.uniform(0.22, 0.4) * SIDE
+    centre = rng.uniform(radius, SIDE - radius, 2)
+    points = outline(label, rng.uniform(0, 2 * math.pi)) * radius + centre  # [n, 2]
+    mask = Image.new("L", (SIDE * FINE, SIDE * FINE))
+    ImageDraw.Draw(mask).polygon([(x * FINE, y * FINE) for x, y in points.tolist()], fill=255)
+    mask = mask.resize((SIDE, SIDE), Image.Resampling.BOX)
+    ground.paste(tuple(int(c) for c in rng.integers(0, 256, 3)), mask=mask)
+    return Drawing(ground, label, np.asarray(mask) / 255)
+
+
+@cache
+def photos() -> list[Image.Image]:
+    """The two photos that come with scikit-learn; see NOTICE.md beside the data of this package."""
+    return [Image.fromarray(photo) for photo in load_sample_images().images]
+
+
+def outline(label: str, turn: float) -> np.ndarray:
+    """The corners [n, 2] of a shape of radius 1, turned by an angle."""
+    n, radii = {
+        "circle": (60, [1.0]),
+        "cross": (12, [1.0, 1.0, 0.45]),
+        "square": (4, [1.0]),
+        "star": (10, [1.0, 0.4]),
+        "triangle": (3, [1.0]),
+    }[label]
+    angles = np.arange(n) * 2 * math.pi / n  # [n]
+    if label == "cross":  # the ends of its bars are narrow
+        angles = (np.arange(4)[:, None] * math.pi / 2 + np.array([-0.31, 0.31, math.pi / 4])).ravel()  # [n]
+    radius = np.resize(radii, n)[:, None]  # [n, 1]
+    return radius * np.stack([np.cos(angles + turn), np.sin(angles + turn)], 1)
+
+
+def write_images(folder: Path) -> None:
+    """Draw what is not there yet: a folder to train on and one to test on, each with a folder per shape."""
+    for number in range(N_TRAIN + N_TEST):
+        part = "train" if number < N_TRAIN else "test"
+        path = folder / part / SHAPES[number % len(SHAPES)] / f"{number:04d}.png"
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        drawing(number).image.save(buffer, "png")
+        write_file(path, buffer.getvalue())
+
+
+def run(out: Path) -> None:
+    """Draw, fit, measure, and show where the maps point.
+
+    Args:
+        out: folder for ``images/``, ``model/``, ``results.json``, ``report.html``, ``maps.png`` and a page
+            for each image of that. What is there from an earlier run is used again.
+    """
+    console = Console()
+    write_images(out / "images")
+    train, test = (read(out / "images" / part) for part in ("train", "test"))
+    shapes = f"{len(SHAPES)} kinds of shapes, drawn on photos"
+    console.print(f"{len(train.items)} images of {shapes}, to learn from, {len(test.items)} held out.")
+    new = RoutingClassifier(ENCODER, max_epochs=EPOCHS, drop_inputs=0.5)
+    classifier, results = fitted(out, new, train, test, strengths=STRENGTHS)
+    show_results(console, results, "images")
+    if "pointing" not in results:
+        results["pointing"] = pointing(classifier, test)
+        write_file(out / "results.json", json.dumps(results, indent=2).encode())
+    console.print(told(results["pointing"]), highlight=False)
+    firsts = [test.labels.index(shape) for shape in SHAPES]
+    explanations = [classifier.explain(test.items[k]) for k in firsts]
+    for shape, why in zip(SHAPES, explanations, strict=True):
+        why.to_html(out / f"why-{shape}.html")
+    predicted = [why.output_names[why.index(None)] for why in explanations]
+    titles = [f"{shape},\npredicted {name}" for shape, name in zip(SHAPES, predicted, strict=True)]
+    write_file(out / "maps.png", sheet([why.margin() for why in explanations], titles))
+    if not (out / "report.html").exists():
+        found = classifier.predict_proba(test.items)
+        page = image_report(classifier, *test, found, "shapes, held out")
+        write_file(out / "report.html", page.encode())
+    console.print(
+        f"\nThe model is in {out / 'model'}, a report in {out / 'report.html'}, maps of the first held-out "
+        f"image of each shape in {out / 'maps.png'}, pages of these beside it."
+    )
+    try_it = f"Try: vecroute explain {out / 'model'} {test.items[0].name} --html why.html"
+    console.print(try_it, markup=False, soft_wrap=True)
+
+
+def read(folder: Path) -> Samples:
+    found = read_folder(folder)
+    return Samples(check_images(found.paths), found.labels)
+
+
+def pointing(classifier: RoutingClassifier, test: Samples) -> dict[str, Any]:
+    """How much of what speaks for the predicted shape lies on the shape, and how much of the image it covers.
+
+    Of patches that speak for it, on the first images of the test, as many of each shape.
+    """
+    order = sorted(range(len(test.items)), key=lambda k: Path(test.items[k].name).name)[:N_POINTED]
+    on_shape, covered = [], []
+    for k in order:
+        why = classifier.explain(test.items[k]).margin()
+        mask = drawing(int(Path(test.items[k].name).stem)).mask  # [SIDE, SIDE]
+        rows, columns = why.cells.shape
+        share = mask.reshape(rows, SIDE // rows, columns, SIDE // columns).mean((1, 3))  # [rows, columns]
+        strength = np.maximum(why.grid(), 0)  # [rows, columns]
+        touched = share > 0
+        on_shape.append(float(strength[touched].sum() / (strength.sum() or 1)))
+        covered.append(float(touched.mean()))
+    return {"n": len(order), "on_shape": float(np.mean(on_shape)), "covered": float(np.mean(covered))}
+
+
+def told(pointing: dict[str, Any]) -> str:
+    return (
+        f"\nOf what patches add for the predicted shape, {pointing['on_shape']:.0%} is on those that it "
+        f"touches, {pointing['covered']:.0%} of all (mean of {pointing['n']} held-out images)."
+    )

@@ -1,0 +1,1 @@
+"""Tables and images in and out of files."""

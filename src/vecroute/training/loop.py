@@ -1,0 +1,325 @@
+"""The training loop: a head on the hidden states of a frozen encoder, on any number of processes."""
+
+import copy
+import hashlib
+import json
+import logging
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.func import functional_call
+
+from vecroute.distributed import own_rows, shard_inputs
+from vecroute.encoders.loading import pick_device
+from vecroute.encoders.text import length_batches
+from vecroute.heads import RoutingHead
+from vecroute.storage import load_tensors, save_tensors
+from vecroute.training.progress import progress_bar
+from vecroute.training.recipe import Recipe, Task, epochs_for
+from vecroute.training.sampling import compact, drop_features, drop_inputs, mix, seeded, shuffled_batches
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 0.1  # of all steps, with a learning rate that rises from 0; then it falls to 0 along a cosine
+AVERAGED_STEPS = 100  # the weights that are validated and kept are a running mean over about so many steps
+CLIP_NORM = 1.0
+FEWEST_TO_JUDGE_BY = 100  # validation samples; fewer are measured, but nothing is decided by them
+BATCH_BYTES = 128 * 1024**2  # of padded hidden states that go through the head at once
+CHECKPOINT_SECONDS = 5.0
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW
+
+
+@dataclass
+class Progress:
+    """How far training is; with the tensors of a checkpoint, all that is needed to go on."""
+
+    epoch: int = 0
+    step: int = 0  # in the epoch
+    loss: float = 0.0  # sum over the steps of the epoch
+    best: float = 0.0  # greatest validation accuracy so far
+    kept: int = -1  # epoch whose weights are kept
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+class Trained(NamedTuple):
+    """How training went."""
+
+    history: list[dict[str, float]]  # loss, validation loss and validation accuracy of every epoch
+    kept: int  # epoch whose weights are kept
+
+
+def train(
+    head: nn.Module,
+    task: Task,
+    recipe: Recipe,
+    *,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float | None = None,
+    accelerator: Accelerator | None = None,
+    show: bool = False,
+) -> Trained:
+    """Train a head in place; it ends with the running mean of its weights at the last good validation.
+
+    Args:
+        head: hidden states [b, n_pos, depth, d_emb] and mask [b, n_pos, depth] -> scores [b, n_cls].
+        task: what is to be learned.
+        recipe: how.
+        checkpoint: a file to go on from if it is there, and to write now and then. Whoever goes on from it
+            gets the weights that an undisturbed run would have given.
+        checkpoint_seconds: time between two checkpoints, None for 5.
+        accelerator: None to make one.
+        show: a progress bar.
+
+    Raises:
+        ValueError: the checkpoint belongs to another run.
+    """
+    accelerator = accelerator or make_accelerator()
+    seconds = CHECKPOINT_SECONDS if checkpoint_seconds is None else checkpoint_seconds
+    return Trainer(head, task, recipe, accelerator, checkpoint, seconds).run(show)
+
+
+class Trainer:
+    """The state of a training run; ``train`` is its only use."""
+
+    def __init__(self, head, task, recipe, accelerator, checkpoint, checkpoint_seconds):
+        self.task, self.recipe, self.accelerator = task, recipe, accelerator
+        self.checkpoint, self.checkpoint_seconds = checkpoint, checkpoint_seconds
+        self.given = self.head = head.to(accelerator.device)
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes  # that share the samples
+        self.mesh: DeviceMesh | None = None  # of those that share the positions of each
+        if recipe.shard_inputs:
+            if self.world == 1:
+                raise ValueError("shard_inputs needs several processes, started with torchrun, got one")
+            self.mesh = init_device_mesh(accelerator.device.type, (self.world,))
+            self.head = shard_inputs(copy.deepcopy(self.head), self.mesh)
+            self.rank, self.world = 0, 1
+        self.parameters = dict(self.head.named_parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
+        )
+        self.prepared = accelerator.prepare(self.optimizer)
+        # To a routing it is all the same where its inputs come from: a step gives it those alone that stay.
+        self.routes = isinstance(self.head, RoutingHead)
+        model = self.head.network if self.routes else self.head
+        self.model = accelerator.prepare(model) if self.mesh is None else model
+        self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.kept = {name: p.clone() for name, p in self.average.items()}
+        self.progress = Progress()
+        batches = math.ceil(len(task.train) / recipe.batch_size)
+        self.steps = math.ceil(batches / self.world)  # in an epoch
+        self.epochs = recipe.max_epochs or epochs_for(self.steps, task.targets.shape[1])
+        self.saved_at = time.monotonic()
+        if checkpoint is not None and checkpoint.exists():
+            self.load()
+
+    def run(self, show: bool) -> Trained:
+        progress, patience = self.progress, self.recipe.patience
+        show = show and self.accelerator.is_main_process
+        with progress_bar(show, "training", self.epochs * self.steps) as bar:
+            while progress.epoch < self.epochs and progress.epoch - progress.kept <= patience:
+                batches = self.batches()
+                while progress.step < self.steps:
+                    progress.loss += self.train_step(batches[progress.step])
+                    progress.step += 1
+                    bar(progress.epoch * self.steps + progress.step, **self.shown())
+                    self.save()
+                self.end_epoch()
+        with torch.no_grad():
+            for name, parameter in self.given.named_parameters():
+                parameter.copy_(self.kept[name])
+        return Trained(progress.history, progress.kept)
+
+    def batches(self) -> list[list[int]]:
+        """The samples of each step of this epoch on this process."""
+        generator = seeded(self.recipe.seed, "order", self.progress.epoch)
+        lengths = [self.task.features.lengths[k] for k in self.task.train]
+        every = [
+            [self.task.train[k] for k in batch]
+            for batch in shuffled_batches(lengths, self.recipe.batch_size, generator)
+        ]
+        # Every process takes as many steps: the first batches come again where some are missing.
+        return [every[(step * self.world + self.rank) % len(every)] for step in range(self.steps)]
+
+    def train_step(self, which: list[int]) -> float:
+        """One step of the optimizer on some samples; as many at a time as memory is meant for."""
+        recipe, progress = self.recipe, self.progress
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.lr * self.rate()
+        self.prepared.zero_grad()
+        generator = seeded(recipe.seed, "step", progress.epoch, progress.step, self.rank)
+        parts, total = self.groups(which), 0.0
+        for position, part in enumerate(parts):
+            x, keep, targets = self.inputs(part, generator)  # [b, i, d_emb], [b, i], [b, n_cls]
+            last = position == len(parts) - 1
+            with self.accelerator.no_sync(self.model) if not last else nullcontext():
+                with self.autocast():
+                    scores = self.model(x, keep).flatten(1)  # [b, n_cls]
+                loss = self.task.loss(scores.float(), targets, recipe.label_smoothing)
+                loss = loss * (len(part) / len(which))
+                self.accelerator.backward(loss)
+            total += loss.item()
+        if not math.isfinite(total):
+            raise ValueError(f"training diverged: the loss is {total}; try a lower lr than {recipe.lr}")
+        self.accelerator.clip_grad_norm_(self.parameters.values(), CLIP_NORM)
+        self.prepared.step()
+        done = progress.epoch * self.steps + progress.step
+        weight = 1 - min(1 - 1 / AVERAGED_STEPS, (1 + done) / (10 + done))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), weight)
+        return total
+
+    def inputs(self, which: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What the model takes of some samples in a step, and their targets [b, n_cls].
+
+        Of a routing head the inputs that stay, [b, i, d_emb] and [b, i]; of others all hidden states,
+        [b, n_pos, depth, d_emb], and which of them stay, [b, n_pos, depth].
+        """
+        recipe = self.recipe
+        x, mask, targets = self.load_batch(which)  # [b, n_pos, depth, d_emb]
+        keep = drop_inputs(mask, x.shape[2], recipe.drop_inputs, generator)  # [b, n_pos, depth]
+        keep = self.own_positions(keep)  # [b, n_pos, depth]
+        if recipe.mixup:
+            x, keep, targets = mix(x.float(), keep, targets, recipe.mixup, generator)
+        x, used = compact(x.flatten(1, 2), keep.flatten(1)) if self.routes else (x, keep)  # [b, i, d_emb]
+        return drop_features(x.float(), recipe.drop_features, generator), used, targets
+
+    def rate(self) -> float:
+        """The learning rate of this step as a share of the greatest."""
+        done, total = self.progress.epoch * self.steps + self.progress.step, self.epochs * self.steps
+        return min(1.0, (done + 1) / (WARM_UP * total)) * (1 + math.cos(math.pi * done / total)) / 2
+
+    def end_epoch(self) -> None:
+        progress, row = self.progress, {"loss": self.progress.loss / self.steps}
+        accuracy, error = 1.0, 0.0
+        if self.task.valid:
+            accuracy, loss = self.validate()
+            error = math.sqrt(max(progress.best * (1 - progress.best), 0.0) / len(self.task.valid))
+            row |= {"valid_loss": loss, "valid_accuracy": accuracy}
+        progress.history.append(row)
+        # Differences within the standard error say nothing, and later weights have learned more.
+        if accuracy >= progress.best - error or len(self.task.valid) < FEWEST_TO_JUDGE_BY:
+            progress.kept = progress.epoch
+            self.kept = {name: p.clone() for name, p in self.average.items()}
+        progress.best = max(progress.best, accuracy)
+        progress.epoch, progress.step, progress.loss = progress.epoch + 1, 0, 0.0
+        told = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in row.items())
+        logger.info("epoch %d of %d: %s", progress.epoch, self.epochs, told)
+        self.save()
+
+    @torch.no_grad()
+    def validate(self) -> tuple[float, float]:
+        """Accuracy and loss of the averaged weights, each process on its share of the samples."""
+        sums = torch.zeros(3, device=self.accelerator.device)  # right, loss, samples
+        own = self.task.valid[self.rank :: self.world]
+        own = sorted(own, key=self.task.features.lengths.__getitem__)
+        size = 2 * self.recipe.batch_size
+        for start in range(0, len(own), size):
+            for part in self.groups(own[start : start + size]):
+                hidden, mask, targets = self.load_batch(part)
+                mask = self.own_positions(mask)  # [b, n_pos]
+                with self.autocast():
+                    scores = functional_call(
+                        self.head, self.average, (hidden.float(), mask)
+                    ).float()  # [b, n_cls]
+                loss = self.task.loss(scores, targets) * len(part)
+                sums += torch.stack(
+                    [self.task.right(scores, targets).sum(), loss, loss.new_tensor(len(part))]
+                )
+        sums = self.accelerator.reduce(sums)
+        return (sums[0] / sums[2]).item(), (sums[1] / sums[2]).item()
+
+    def groups(self, which: list[int]) -> list[list[int]]:
+        """Split a batch so that the padded hidden states of each part stay within a fixed size."""
+        features = self.task.features
+        lengths = [features.lengths[k] for k in which]
+        limit = max(BATCH_BYTES // features.position_bytes, 1)
+        return [[which[k] for k in group] for group in length_batches(lengths, limit)]
+
+    def load_batch(self, which: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states [b, n_pos, depth, d_emb] of own positions; mask [b, n_pos]; targets [b, n_cls]."""
+        device = self.accelerator.device
+        hidden, mask = self.task.features.batch(which, device if self.mesh is None else torch.device("cpu"))
+        hidden = self.own_positions(hidden).to(device)  # [b, n_pos, depth, d_emb]
+        return hidden, mask.to(device), self.task.targets[which].to(device)
+
+    def own_positions(self, t: Tensor) -> Tensor:
+        """Of [b, n_pos, ...] the positions of this process: all, unless inputs are sharded."""
+        return t if self.mesh is None else t[:, own_rows(t.shape[1], self.mesh)]
+
+    def autocast(self) -> Any:
+        if self.accelerator.mixed_precision != "no":  # `accelerate launch --mixed_precision ...`
+            return self.accelerator.autocast()
+        kind, wanted = self.accelerator.device.type, self.recipe.mixed_precision
+        enabled = wanted == "bf16" or (wanted == "auto" and kind == "cuda")
+        return torch.autocast(kind, torch.bfloat16, enabled=enabled)
+
+    def shown(self) -> dict[str, str]:
+        """What stands beside the progress bar."""
+        progress = self.progress
+        shown = {
+            "epoch": f"{progress.epoch + 1}/{self.epochs}",
+            "loss": f"{progress.loss / progress.step:.3f}",
+        }
+        if self.task.valid and progress.history:
+            shown["validation accuracy"] = f"{progress.history[-1]['valid_accuracy']:.3f}"
+        return shown
+
+    def key(self) -> str:
+        """Tells one run from another: two with the same key do the same, step by step."""
+        task = self.task
+        weight = None if task.class_weight is None else task.class_weight.tolist()
+        about = [asdict(self.recipe), self.epochs, self.world, str(self.head)]
+        about += [task.key, task.train, task.valid, task.targets.tolist(), weight, task.multi_label]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+    def save(self) -> None:
+        due = time.monotonic() - self.saved_at >= self.checkpoint_seconds
+        if self.checkpoint is None or not due or not self.accelerator.is_main_process:
+            return
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.head.named_parameters():
+            tensors |= {f"head.{name}": parameter, f"average.{name}": self.average[name]}
+            tensors |= {f"kept.{name}": self.kept[name]}
+            moments = self.optimizer.state[parameter]
+            tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
+        about = {"kind": "checkpoint", "run": self.key(), "progress": asdict(self.progress)}
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(self.checkpoint, tensors, about)
+        self.saved_at = time.monotonic()
+
+    def load(self) -> None:
+        tensors, about = load_tensors(self.checkpoint, "checkpoint")
+        if about["run"] != self.key():
+            raise ValueError(
+                f"checkpoint {self.checkpoint} belongs to a run with other data or settings: "
+                "delete it, or choose another place"
+            )
+        self.progress = Progress(**about["progress"])
+        with torch.no_grad():
+            for name, parameter in self.head.named_parameters():
+                parameter.copy_(tensors[f"head.{name}"])
+                self.average[name].copy_(tensors[f"average.{name}"])
+                self.kept[name].copy_(tensors[f"kept.{name}"])
+                self.optimizer.state[parameter] = {
+                    moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS
+                }
+        logger.info(
+            "going on from %s: epoch %d, step %d",
+            self.checkpoint,
+            self.progress.epoch + 1,
+            self.progress.step,
+        )
+
+
+def make_accelerator(device: str | torch.device | None = None) -> Accelerator:
+    """The processes there are, as ``torchrun`` or ``accelerate launch`` started them, else this one."""
+    kwargs = DistributedDataParallelKwargs(find_unused_parameters=True)
+    return Accelerator(cpu=pick_device(device).type == "cpu", kwargs_handlers=[kwargs])

@@ -1,0 +1,22 @@
+"""The demo on sentences: a small run, and the second run from the first."""
+
+import json
+
+from vecroute.demo import sentences
+from vecroute.training import Trainer
+
+
+def test_the_demo_runs_and_the_second_run_uses_the_first(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("VECROUTE_CACHE", str(tmp_path / "cache"))
+    some = sentences.sentence_polarity().iloc[::60]
+    monkeypatch.setattr(sentences, "sentence_polarity", lambda: some)
+    first = run("demo", "--out", tmp_path / "demo")
+    assert first.code == 0, first.err
+    found = {path.name for path in (tmp_path / "demo").iterdir()}
+    assert {"model", "report.md", "results.json", "why-1.html", "why-4.html"} <= found
+    accuracies = json.loads((tmp_path / "demo/results.json").read_text())["accuracies"]
+    for name, accuracy in accuracies.items():
+        assert f"| {name} | {accuracy:.1%} |" in (tmp_path / "demo/report.md").read_text()
+        assert f"{accuracy:.1%}" in first.out
+    monkeypatch.setattr(Trainer, "train_step", None)  # whoever trains again fails
+    assert run("demo", "--out", tmp_path / "demo").out == first.out

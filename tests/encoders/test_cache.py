@@ -1,0 +1,276 @@
+"""The cache of hidden states: computed once, checked, safe with two processes, kill -9 and a full disk."""
+
+import copy
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.tiny_models import save_tiny
+from vecroute.encoders import TextEncoder, cache
+from vecroute.encoders.cache import FeatureCache, Features
+
+TEXTS = [f"{'very ' * (k % 7)}good film {chr(97 + k)}" for k in range(20)]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return TextEncoder(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+def opened(encoder, folder, **options):
+    return FeatureCache(folder, encoder.key, **options)
+
+
+def filled(encoder, folder, texts=TEXTS, **options):
+    features = Features(encoder, texts, opened(encoder, folder, **options))
+    features.prepare()
+    return features
+
+
+def segments(folder):
+    return sorted(Path(folder).glob("*/*.safetensors"))
+
+
+def assert_right(features, atol=2e-3):
+    """Every batch holds what the encoder gives, up to half precision, and zeros at masked positions."""
+    hidden, mask = features.batch(range(len(features)))
+    for k, truth in enumerate(features.encoder.encode(features.texts)):
+        assert mask[k].tolist() == [True] * len(truth) + [False] * (mask.shape[1] - len(truth))
+        torch.testing.assert_close(hidden[k][mask[k]].float(), truth, rtol=1e-3, atol=atol)
+        assert not hidden[k][~mask[k]].any()
+
+
+def refusing(encoder):
+    """The encoder, but it computes nothing."""
+
+    def tokenize(texts):
+        assert not texts, "the encoder was asked for what the cache has"
+        return []
+
+    encoder = copy.copy(encoder)
+    encoder.tokenize = tokenize
+    return encoder
+
+
+def test_hidden_states_are_computed_once(encoder, tmp_path):
+    first = filled(encoder, tmp_path)
+    assert first.nbytes == sum(first.lengths) * 3 * 16 * 2
+    assert_right(first)
+    second = Features(refusing(encoder), TEXTS, opened(encoder, tmp_path))
+    assert second.prepare() == 0
+    torch.testing.assert_close(second.batch([3, 1])[0], first.batch([3, 1])[0], rtol=0, atol=0)
+    assert second.lengths == first.lengths
+
+
+def test_they_are_in_half_precision_and_memory_mapped(encoder, tmp_path):
+    features = filled(encoder, tmp_path)
+    stored = features.cache.get(TEXTS[0])
+    assert stored.dtype == features.batch([0, 1])[0].dtype == torch.float16
+    assert sum(path.stat().st_size for path in segments(tmp_path)) < features.nbytes + 10_000
+    maps = Path("/proc/self/maps").read_text()
+    assert str(segments(tmp_path)[0]) in maps
+
+
+def test_numbers_too_great_for_float16_are_kept_in_bfloat16(encoder, tmp_path):
+    store = opened(encoder, tmp_path)
+    great = torch.full((2, 3, 16), 1e6)
+    store.put("great", great)
+    store.put("small", great / 1e6)
+    store.flush()
+    again = opened(encoder, tmp_path)
+    assert again.get("great").dtype == torch.bfloat16
+    assert again.get("small").dtype == torch.float16
+    torch.testing.assert_close(again.get("great").float(), great, rtol=1e-2, atol=0)
+
+
+def test_another_encoder_finds_nothing(encoder, tmp_path):
+    filled(encoder, tmp_path)
+    assert FeatureCache(tmp_path, "0" * 64).get(TEXTS[0]) is None
+    assert opened(encoder, tmp_path).get(TEXTS[0]) is not None
+    assert opened(encoder, tmp_path).get(TEXTS[0] + " ") is None
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 4
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def garble_the_header(path):
+    path.write_bytes(b"\xff" * 64 + path.read_bytes()[64:])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate, garble_the_header, empty])
+def test_damage_is_noticed_and_mended(encoder, tmp_path, damage):
+    filled(encoder, tmp_path)
+    (path,) = segments(tmp_path)
+    damage(path)
+    features = Features(encoder, TEXTS, opened(encoder, tmp_path))
+    assert_right(features)
+    assert not path.exists()
+    features.prepare()
+    again = Features(refusing(encoder), TEXTS, opened(encoder, tmp_path))
+    torch.testing.assert_close(again.batch([5])[0], features.batch([5])[0], rtol=0, atol=0)
+
+
+def test_what_does_not_fit_is_computed_on_the_fly(encoder, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    features = Features(encoder, TEXTS, opened(encoder, tmp_path, max_bytes=5_000))
+    left = features.prepare()
+    assert 0 < left < len(TEXTS)
+    assert f"hidden states of 20 texts take 0.00 GB in {tmp_path}" in caplog.text
+    assert f"hidden states of {left} texts are computed anew each time" in caplog.text
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) < 5_000 + 3_000  # and a header
+    assert_right(features)
+
+
+def test_a_nearly_full_disk_counts_as_full(encoder, tmp_path, monkeypatch):
+    usage = cache.shutil.disk_usage(tmp_path)._replace(free=cache.KEEP_FREE + 100)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage)
+    features = Features(encoder, TEXTS, opened(encoder, tmp_path))
+    assert features.prepare() == len(TEXTS)
+    assert not segments(tmp_path)
+    assert_right(features)
+
+
+def test_a_disk_that_fills_up_is_no_error(encoder, tmp_path, monkeypatch, caplog):
+    def no_space(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        assert not segments(tmp_path)  # nobody takes half a file for a segment
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache, "save_file", no_space)
+    features = filled(encoder, tmp_path)
+    assert "No space left on device" in caplog.text
+    assert not list(tmp_path.glob("*/*"))
+    assert_right(features)
+
+
+def test_segments_not_used_for_longest_make_room(encoder, tmp_path):
+    filled(encoder, tmp_path, ["an old film"])
+    (written,) = segments(tmp_path)
+    old = written.rename(written.with_name("z.safetensors"))
+    filled(encoder, tmp_path, ["a newer film"])
+    (written,) = set(segments(tmp_path)) - {old}
+    newer = written.rename(written.with_name("a.safetensors"))
+    os.utime(old, (1, 1))
+    os.utime(newer, (2, 2))
+    size = sum(path.stat().st_size for path in segments(tmp_path))
+    features = Features(encoder, ["one more film"], opened(encoder, tmp_path, max_bytes=size))
+    assert features.prepare() == 0
+    assert not old.exists()
+    assert newer.exists()
+    assert_right(features)
+
+
+def test_segments_in_use_never_make_room(encoder, tmp_path):
+    filled(encoder, tmp_path, TEXTS[:2])
+    features = Features(encoder, [TEXTS[0], "one more film"], opened(encoder, tmp_path, max_bytes=10))
+    assert features.prepare() == 1
+    assert len(segments(tmp_path)) == 1
+
+
+def test_temporary_files_of_dead_processes_go_and_others_stay(encoder, tmp_path):
+    filled(encoder, tmp_path)
+    folder = segments(tmp_path)[0].parent
+    dead, alive = folder / "dead.tmp", folder / "alive.tmp"
+    for path in (dead, alive):
+        path.write_bytes(b"half")
+    os.utime(dead, (1, 1))
+    opened(encoder, tmp_path)
+    assert not dead.exists()
+    assert alive.exists()
+
+
+def test_each_process_computes_its_share(encoder, tmp_path):
+    done = []
+    features = Features(encoder, TEXTS, opened(encoder, tmp_path))
+    features.prepare(share=(1, 2), step=done.append)
+    assert done == [20]  # the other process has done as much
+    assert [features.cache.n_pos(text) is not None for text in TEXTS] == [False, True] * 10
+    features.prepare(share=(0, 1))
+    assert_right(features)
+
+
+def test_progress_counts_what_is_there(encoder, tmp_path, monkeypatch):
+    filled(encoder, tmp_path, TEXTS[:5])
+    monkeypatch.setattr(cache, "WINDOW_BYTES", 1)
+    done = []
+    Features(encoder, [*TEXTS[:7], TEXTS[0]], opened(encoder, tmp_path)).prepare(step=done.append)
+    assert done == [6, 7]
+
+
+FILL = """
+import sys
+from vecroute.encoders import TextEncoder, cache
+from vecroute.encoders.cache import FeatureCache, Features
+cache.SEGMENT_BYTES = 2_000  # many small segments
+encoder = TextEncoder(sys.argv[1])
+print("ready", flush=True)
+for start in range(0, 2000, 20):
+    texts = [f"good film {k}" for k in range(start, start + 20)]
+    Features(encoder, texts, FeatureCache(sys.argv[2], encoder.key)).prepare()
+    if start == 40:
+        print("going", flush=True)
+"""
+
+
+def start_filling(encoder, folder):
+    process = subprocess.Popen(
+        [sys.executable, "-c", FILL, encoder.name, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_two_processes_fill_it_at_once_and_kill_9_leaves_it_whole(encoder, tmp_path):
+    processes = [start_filling(encoder, tmp_path) for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "going\n"
+    time.sleep(0.2)
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    texts = [f"good film {k}" for k in range(100)]
+    store = opened(encoder, tmp_path)
+    assert all(store.get(text) is not None for text in texts[:40])
+    features = Features(encoder, texts, store)
+    assert features.prepare() == 0
+    assert_right(features)
+
+
+def test_without_a_cache_everything_is_computed_on_the_fly(encoder):
+    features = Features(encoder, TEXTS)
+    assert features.prepare() == len(TEXTS)
+    assert_right(features, atol=1e-5)
+
+
+def test_one_text_more_than_once(encoder, tmp_path):
+    features = filled(encoder, tmp_path, ["good", "bad film", "good"])
+    assert_right(features)
+    assert_right(Features(encoder, ["good", "bad film", "good"]))
+
+
+def test_the_default_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("VECROUTE_CACHE", str(tmp_path / "here"))
+    assert cache.default_folder() == tmp_path / "here"
+    monkeypatch.delenv("VECROUTE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.default_folder() == tmp_path / "vecroute"

@@ -1,0 +1,132 @@
+"""The kernel that makes the gradients of x_inp and W_A by rows: on Hopper GPUs alone."""
+
+import re
+
+import pytest
+import torch
+
+import vecroute as vr
+from tests.helpers.constants import named_constants
+from tests.helpers.samples import with_noise
+from tests.helpers.tolerance import assert_layer_as_good
+from vecroute.ops import Tuning, arrange, input_gradient, products
+
+GPU = pytest.mark.gpu
+SIZES = [  # n_inp, d_inp, n_out, n_iters
+    (1000, 1024, 100, 2),
+    (193, 512, 64, 2),  # one row more than a block has
+    (40, 128, 20, 3),
+    (777, 1024, 52, 3),
+    (129, 512, 128, 2),
+]
+
+
+@pytest.fixture
+def calls(monkeypatch, tf32):
+    """On a GPU, in tf32, the kernel for layers however short: an entry for each call."""
+    if not torch.cuda.is_available():
+        pytest.fail("needs a GPU")
+    calls, multiply = [], input_gradient.input_gradient
+    monkeypatch.setattr(products, "HALVES_ROWS", 1)
+    monkeypatch.setattr(input_gradient, "input_gradient", lambda *a: (calls.append(1), multiply(*a))[1])
+    with torch.device("cuda"):
+        yield calls
+
+
+def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
+    sizes = {"n_inp": n_inp, "n_out": n_out, "d_inp": d_inp, "d_out": 64, "n_iters": n_iters}
+    return with_noise(vr.VectorRouting(**sizes, implementation="fused"))
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
+def test_shared_memory_is_as_large_as_the_kernel_divides(batch, waiting, n_out, device):
+    of_one, of_many = input_gradient.of_one, input_gradient.of_many
+    sizes = of_many(n_out) if batch else of_one(waiting, n_out)
+    waiting = sizes.waiting
+    given = {
+        "WAITING": waiting,
+        "N_OUT": n_out,
+        "N_LAST": sizes.n_last,
+        "BATCH": int(batch),
+        "STAGES": sizes.stages,
+        "COLUMNS": sizes.columns,
+    }
+    constants = named_constants("input_gradient.cu", given)
+    assert input_gradient.shared_bytes(sizes) == constants["BARRIERS"] + 2 * sizes.stages * 8
+    assert input_gradient.stage_bytes(sizes) == constants["STAGE"]
+    M = torch.zeros(1, constants["N_PAIRS"], sizes.columns).half()
+    assert arrange.by_columns_of_batch(M, M[0, :0], sizes.columns).numel() * 2 == constants["STAGE"]
+    for name in ("GROUPS", "ROWS"):
+        assert constants[name] == getattr(input_gradient, name)
+
+
+def test_source_has_the_sizes():
+    source = input_gradient.source(input_gradient.of_one(1, 100))
+    assert "constexpr int WAITING = 1, N_OUT = 100, N_LAST = 100;" in source
+    assert re.search(r"m64n64k16.f32.f16.f16 {.*%31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;", source)
+
+
+@GPU
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("rows", [0, 64])
+def test_gradients_are_as_good_as_tf32(sizes, rows, calls, nan_filled_memory):
+    layer = make(*sizes)
+    layer.tuning = Tuning(rows=rows)
+    assert_layer_as_good(layer, torch.randn(*sizes[:2]))
+    assert len(calls) == (1 if not rows else -(-sizes[0] // rows))
+
+
+@GPU
+def test_rows_have_units_of_their_own(calls):
+    """Rows whose gradients differ more than float16 can say."""
+    layer = make(400, 256, 40, 2)
+    with torch.no_grad():
+        layer.beta_use *= 10.0 ** torch.linspace(-6, 6, 400)[:, None]
+        layer.beta_ign *= 10.0 ** torch.linspace(6, -6, 400)[:, None]
+    assert_layer_as_good(layer, torch.randn(400, 256))
+    assert calls
+
+
+@GPU
+def test_the_same_again_and_rows_apart(calls):
+    layer, x_inp = make(5000, 1024, 100, 2), torch.randn(5000, 1100)[:, :1024].requires_grad_()
+    grads = []
+    for _ in range(2):
+        layer.zero_grad()
+        layer(x_inp).square().sum().backward()
+        grads.append((x_inp.grad, layer.W_A.grad))
+        x_inp.grad = None
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert torch.equal(grads[0][1], grads[1][1])
+    assert len(calls) == 2
+
+
+@GPU
+@pytest.mark.parametrize(("d_inp", "n_out"), [(160, 20), (256, 22)])
+def test_other_sizes_go_another_way(d_inp, n_out, calls):
+    assert_layer_as_good(make(90, d_inp, n_out, 2), torch.randn(90, d_inp))
+    assert not calls
+
+
+@GPU
+def test_without_a_compiler_it_goes_another_way(calls, no_compiler):
+    assert_layer_as_good(make(90, 256, 20, 2), torch.randn(90, 256))
+    assert not calls
+
+
+@GPU
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # PyTorch captures on another
+@pytest.mark.parametrize("rounded", [False, True], ids=["tf32", "autocast"])
+def test_captured(rounded, calls):
+    layer, x_inp = make(700, 256, 20, 2), torch.randn(700, 256, requires_grad=True)
+    gradients = []
+    with torch.autocast("cuda", torch.bfloat16, enabled=rounded, cache_enabled=False):
+        captured = torch.cuda.make_graphed_callables(layer, (x_inp,))
+        for each in (layer, captured, captured):
+            x_inp.grad = None
+            each(x_inp).sum().backward()
+            gradients.append(x_inp.grad.clone())
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[1], gradients[2])
+    assert calls
