@@ -139,6 +139,11 @@ def pick(implementation: str, x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
     return implementation
 
 
+def checks_offsets(implementation: str, x_inp: Tensor) -> bool:
+    """Whether a kernel checks the offsets of packed samples, by an assertion on the device."""
+    return pick(implementation, x_inp, x_inp) == "fused"
+
+
 def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
     """What ``auto`` stands for."""
     if cu_seqlens is None:

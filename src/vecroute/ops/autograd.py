@@ -35,15 +35,16 @@ def problem(
 
 
 def plan_of(
-    x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group, n_iters
-) -> Plan:
+    x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group, n_iters,
+    need_phi=False,
+) -> Plan:  # fmt: skip
     """The plan of a call of the operators."""
     B_F2, variable = weights[4], len(weights) > 12
     case = Case(
         tuple(x_inp.shape), x_inp.dtype, rounded, weights[0].dtype, *B_F2.shape, n_iters, variable,
         input_mask is not None, None if pair_mask is None else mask_strides(pair_mask, x_inp),
         None if cu_seqlens is None else (len(cu_seqlens) - 1, cu_seqlens.dtype), prior, implementation,
-        Tuning(*tuning), bool(group), is_tf32(x_inp, rounded), x_inp.device,
+        Tuning(*tuning), bool(group), is_tf32(x_inp, rounded), need_phi, x_inp.device,
     )  # fmt: skip
     return make_plan(case)
 
@@ -79,7 +80,7 @@ def run_loop(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x_out [..., j, h], phi [..., i, j] of the given outputs (None for all), and memory for the backward."""
     call = x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
-    plan = plan_of(*call, n_iters)
+    plan = plan_of(*call, n_iters, need_phi)
     if plan.path == "batch":
         return run_batch(plan, x_inp, named(weights), input_mask, pair_mask, cu_seqlens, need_phi, outputs)
     p = problem(*call)

@@ -12,6 +12,7 @@ from vecroute.ops.common import compute_dtype
 MOST_OUTPUTS = 128  # a program of the batch path has all outputs of 64 inputs in its registers
 MOST_FEATURES = 8192  # of an output vector, which one program normalises
 MOST_BYTES = 2**29  # what the batch path may take for pairs; longer calls are cut into chunks
+MOST_HALF_BYTES = 2**28  # of x_inp in float16, which is kept for the backward
 PLANS = 512  # as many are kept, the last used
 
 
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     tuning: Tuning
     group: bool
     tf32: bool  # whether products of float32 may be rounded to tf32
+    need_phi: bool
     device: torch.device
 
 
@@ -72,6 +74,29 @@ class Plan:
     @cached_property
     def n_rows(self) -> int:
         return self.n_inp if self.case.packed else self.batch * self.n_inp
+
+    @cached_property
+    def half(self) -> bool:
+        """Whether operands of products are float16 with a unit, which has the digits of tf32."""
+        case = self.case
+        fits = case.shape[-1] <= MOST_FEATURES and self.n_rows * case.shape[-1] * 2 <= MOST_HALF_BYTES
+        return fits and (case.tf32 or case.dtype == torch.float16)
+
+    @cached_property
+    def operand(self) -> torch.dtype:
+        """The dtype of operands of products that are not halves.
+
+        On a CPU kernels are interpreted, which cuts digits off instead of rounding to bfloat16.
+        """
+        rounds = self.case.dtype == torch.bfloat16 and self.case.device.type == "cuda"
+        return torch.bfloat16 if rounds else compute_dtype(self.case.dtype)
+
+    @cached_property
+    def precision(self) -> str:
+        """How Triton multiplies float32 operands: float16 numbers are tf32 numbers too."""
+        if self.operand != torch.float32:
+            return "ieee"
+        return "tf32x3" if self.case.dtype == torch.float32 and not self.case.tf32 else "tf32"
 
     @cached_property
     def steps(self) -> Any:

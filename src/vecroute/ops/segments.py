@@ -1,17 +1,17 @@
 """Triton kernels for products over packed sequences, in the words of ``fused_pairs``.
 
 A packed sequence x [n, d] holds the vectors of b samples one after another. Sample s has the rows from
-cu_seqlens[s] to cu_seqlens[s + 1], perhaps none. The offsets stay on the device: the host never reads them, and
-the number of launches does not depend on b.
+cu_seqlens[s] to cu_seqlens[s + 1], perhaps none. The host never reads these offsets, and the number of
+launches does not depend on b.
 
-A *tile* is a run of rows of one sample, at most ``block`` rows long; a *part* is the same with at most ``part``
-rows. Tile k of sample s has the slot ``start // block + s + k`` of a table. No two tiles share a slot, because a
-sample that starts in row r of a block and has l rows crosses at least cdiv(l, block) - 1 block boundaries. So each
-slot finds its sample by a binary search, without a prefix sum, and the table has cdiv(n, block) + b slots.
+A *tile* is a run of at most ``block`` rows of one sample; a *part* is a run of at most ``part`` rows. Tile k
+of sample s has the slot ``start // block + s + k`` of a table with cdiv(n, block) + b slots. The slots of a
+sample end before those of the next one begin: start // block + cdiv(length, block) <= end // block + 1. So
+each slot finds its sample by a binary search, without a prefix sum.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,15 +20,16 @@ from torch import Tensor
 
 from vecroute.ops.common import aligned, cdiv, next_power_of_2
 
-# Chosen for an H200 by the compiler's report (wgmma, no spills, room for two programs on a multiprocessor).
+# Chosen for an H200 by the compiler's report, not by trial: wgmma, and in tf32 and bf16 at most 128 registers
+# a thread, so that two programs of 8 warps share a multiprocessor.
 FEW_ROWS = 16384  # below, tiles of 128 rows would leave some of the 132 multiprocessors without work
 PART_ROWS = 256, 2048  # the fewest and the most rows of a part: about 32 parts for a single sample
-REDUCED = {"PARTS": 8, "BLOCK": 512, "num_warps": 4}  # parts loaded at once, and elements of each
-BLOCKS = {  # by precision: the inner block, columns at most, and stages of the pipeline
-    "tf32": (32, 128, 3),
-    "tf32x3": (32, 128, 3),
-    "bf16": (32, 128, 4),
-    "ieee": (16, 64, 2),
+REDUCED = {"PARTS": 8, "BLOCK": 512, "num_warps": 4}  # for sum_parts_kernel
+BLOCKS = {  # by precision: BLOCK_K, columns at most, stages of the pipeline, registers of 8 warps at most
+    "tf32": (32, 128, 3, 128),
+    "tf32x3": (32, 128, 3, None),
+    "bf16": (32, 128, 4, 128),
+    "ieee": (16, 64, 2, None),
 }
 # The interpreter multiplies the bits of bfloat16 numbers as if they were integers, so it gets float32.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -86,9 +87,8 @@ def segment_kernel(
     cu_seqlens, sample, sqrt_n_inp, tiles, parts,  # as in Segments; all but cu_seqlens are filled
     n, n_batch, n_tiles, n_parts,
     steps, half,  # of the binary search: 2 half is the least power of two that is not less than n_batch
-    TILE: tl.constexpr,  # rows
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,  # entries of a program, of each table that has so many
+    TILE: tl.constexpr, PART: tl.constexpr,  # rows
+    BLOCK: tl.constexpr,  # entries of each table that a program fills
 ):  # fmt: skip
     """Fill all tables of ``Segments``."""
     first = tl.program_id(0) * BLOCK
@@ -122,7 +122,7 @@ def segments(
         n: the number of rows, below 2^31.
         dtype: of ``sqrt_n_inp``.
         block: the most rows of a tile, a power of two from 16; chosen by n if None.
-        part: the most rows of a part; chosen by n if None.
+        part: the most rows of a part, a power of two; chosen by n if None.
     """
     b = len(cu_seqlens) - 1
     block = block or (64 if n < FEW_ROWS else 128)
@@ -162,18 +162,11 @@ def add_product(total, b_a, b_b, PRECISION: tl.constexpr):
 
 @triton.jit
 def rows_times_kernel(
-    x,  # [n, d]
-    M,  # [b, q, d]
-    out,  # [n, q]
-    tiles,
+    x, M, out, tiles,  # [n, d], [b, q, d], [n, q], [t, 3]
     d, x_i, M_b, M_q,  # sizes and strides in units of VEC, so that the compiler knows what divides them
     q, out_i,  # in units of OUT_VEC
-    VEC: tl.constexpr,
-    OUT_VEC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_I: tl.constexpr,  # the most rows of a tile
-    BLOCK_N: tl.constexpr,  # of q
-    BLOCK_K: tl.constexpr,  # of d
+    VEC: tl.constexpr, OUT_VEC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,  # rows of a tile, of q, of d
 ):  # fmt: skip
     """out_iq = sum_d x_id M_sqd, with the sample s of row i. A program has some columns of a tile."""
     q, d = q * OUT_VEC, d * VEC
@@ -198,21 +191,12 @@ def rows_times_kernel(
 
 @triton.jit(do_not_specialize=["M_b", "M_q"])
 def times_rows_kernel(
-    pairs,  # [n, q]
-    M,  # [b, q, d]
-    out,  # [n, d]
-    tiles,
+    pairs, M, out, tiles,  # [n, q], [b, q, d], [n, d], [t, 3]
     q, pairs_i,  # sizes and strides in units of VEC
     d, out_i,  # in units of OUT_VEC
     M_b, M_q,  # in units of M_VEC
-    VEC: tl.constexpr,
-    OUT_VEC: tl.constexpr,
-    M_VEC: tl.constexpr,
-    ADD: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_I: tl.constexpr,  # the most rows of a tile
-    BLOCK_N: tl.constexpr,  # of d
-    BLOCK_K: tl.constexpr,  # of q
+    VEC: tl.constexpr, OUT_VEC: tl.constexpr, M_VEC: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,  # rows of a tile, of d, of q
 ):  # fmt: skip
     """out_id = sum_q pairs_iq M_sqd, added to what is there if ADD. A program has some columns of a tile."""
     q, d, M_q = q * VEC, d * OUT_VEC, M_q * M_VEC
@@ -242,31 +226,24 @@ def times_rows_kernel(
 def sum_of_rows(p_pairs, pairs_i, n_rows, o_q, m_q, BLOCK_I: tl.constexpr, T: tl.constexpr):
     """The sums of some columns of pairs over its first rows, [1, q]."""
     o_i = tl.arange(0, BLOCK_I)[:, None]
-    p_pairs += o_i.to(tl.int64) * pairs_i + o_q
-    total = tl.zeros(p_pairs.shape, T)
+    total = tl.zeros([BLOCK_I, o_q.shape[1]], T)
     for i in range(0, n_rows, BLOCK_I):
-        total += tl.load(p_pairs + i * pairs_i, mask=(o_i < n_rows - i) & m_q, other=0.0).to(T)
+        p_row = p_pairs + (i + o_i).to(tl.int64) * pairs_i
+        total += tl.load(p_row + o_q, mask=(o_i < n_rows - i) & m_q, other=0.0).to(T)
     return tl.sum(total, 0)[None, :]
 
 
-@triton.jit(do_not_specialize=["pairs_i", "x_i"])
+@triton.jit(do_not_specialize=["n", "pairs_i", "x_i"])
 def sums_kernel(
-    pairs,  # [n, q]
-    x,  # [n, d]
-    out, totals,  # [b, q, d], [b, q]
+    pairs, x, out, totals,  # [n, q], [n, d], [b, q, d], [b, q]
     workspace,  # [2 cdiv(n, PART), >= q d + q]: the same for the parts of a sample that has several
     parts, cu_seqlens,
     n, q, totals_b,
     d, out_b, workspace_i,  # sizes and strides in units of VEC
     pairs_i, x_i,  # in units of PAIRS_VEC and X_VEC
-    VEC: tl.constexpr,
-    PAIRS_VEC: tl.constexpr,
-    X_VEC: tl.constexpr,
+    VEC: tl.constexpr, PAIRS_VEC: tl.constexpr, X_VEC: tl.constexpr, PART: tl.constexpr,
     PRECISION: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK_I: tl.constexpr,  # of q
-    BLOCK_N: tl.constexpr,  # of d
-    BLOCK_K: tl.constexpr,  # rows
+    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,  # of q, of d, rows
 ):  # fmt: skip
     """out_sqd = sum_i pairs_iq x_id and totals_sq = sum_i pairs_iq over the rows i of sample s.
 
@@ -290,29 +267,25 @@ def sums_kernel(
     m_q, m_d, n_rows = o_q < q, o_d < d, end - first
     p_pairs, p_x = pairs + first.to(tl.int64) * pairs_i, x + first.to(tl.int64) * x_i
     if block % n_d == n_d - 1:
-        b_totals = sum_of_rows(p_pairs, pairs_i, n_rows, o_q, m_q, 4 * BLOCK_K, out.dtype.element_ty)
+        b_totals = sum_of_rows(p_pairs, pairs_i, n_rows, o_q, m_q, 2 * BLOCK_K, out.dtype.element_ty)
         tl.store(p_totals + o_q, b_totals, mask=m_q)
         return
-    o_k = tl.arange(0, BLOCK_K)[:, None]
-    p_pairs += o_k.to(tl.int64) * pairs_i + o_q
-    p_x += o_k.to(tl.int64) * x_i + o_d
     total = tl.zeros([BLOCK_I, BLOCK_N], out.dtype.element_ty)
     for k in range(0, n_rows, BLOCK_K):
-        m_k = o_k < n_rows - k
-        b_pairs = tl.load(p_pairs + k * pairs_i, mask=m_k & m_q, other=0.0)
-        b_x = tl.load(p_x + k * x_i, mask=m_k & m_d, other=0.0)
+        o_k = k + tl.arange(0, BLOCK_K)[:, None]
+        m_k = o_k < n_rows
+        b_pairs = tl.load(p_pairs + o_k.to(tl.int64) * pairs_i + o_q, mask=m_k & m_q, other=0.0)
+        b_x = tl.load(p_x + o_k.to(tl.int64) * x_i + o_d, mask=m_k & m_d, other=0.0)
         total = add_product(total, tl.trans(b_pairs), b_x, PRECISION)
     tl.store(p_out + tl.trans(o_q) * d + o_d, total, mask=tl.trans(m_q) & m_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def sum_parts_kernel(
     workspace, out, totals, cu_seqlens,  # as above
     n, q, totals_b, d, out_b, workspace_i,
-    VEC: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,  # loaded at once
-    BLOCK: tl.constexpr,
+    VEC: tl.constexpr, PART: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,  # parts loaded at once, and elements of each
 ):  # fmt: skip
     """Add the parts of each sample that has several, in their order; an empty sample gets zeros."""
     size = q * d * VEC
@@ -336,17 +309,17 @@ def sum_parts_kernel(
     tl.store(totals + sample * totals_b + o - size, b_sum, mask=(o >= size) & (o < size + q))
 
 
-def in_units(name: str, **sizes: int) -> dict[str, int]:
-    """Sizes and strides in units of the greatest power of two up to 8 that divides all of them, and that."""
-    vec = math.gcd(8, *sizes.values())
+def in_units(name: str, hidden: bool = False, **sizes: int) -> dict[str, int]:
+    """Sizes and strides in units of the greatest divisor of all of them and 8, or of 1 if hidden."""
+    vec = 1 if hidden else math.gcd(8, *sizes.values())
     return {name: vec, **{size: value // vec for size, value in sizes.items()}}
 
 
-def unaligned(precision: str, rows: int, a: Tensor) -> bool:
-    """Whether to hide from the compiler that strides of an operand are aligned, which is summed over its rows.
+def hides(precision: str, rows: int, a: Tensor) -> bool:
+    """Whether to hide from the compiler that the rows of an operand, which a product sums, are aligned.
 
-    For float32, wgmma needs neighbours in the summed dimension, so the copy to shared memory transposes a tile,
-    4 bytes at a time. With 16 aligned bytes to a thread, 16 threads would write to the same bank.
+    For float32, wgmma needs neighbours in the summed dimension, so the copy to shared memory transposes a
+    tile, 4 bytes at a time. With 16 aligned bytes to a thread, 16 threads would write to the same bank.
     """
     return precision.startswith("tf32") and rows >= 64 and a.dtype == torch.float32
 
@@ -359,12 +332,14 @@ def columns(n: int, precision: str) -> int:
     return most // 2 if cdiv(n, most // 2) % 2 else most
 
 
-def blocks_of(rows: int, n: int, inner: int, precision: str) -> dict[str, int]:
+def blocks_of(rows: int, n: int, inner: int, precision: str) -> dict[str, Any]:
     """How to launch a product with tiles of so many rows, n columns and sums over ``inner`` elements."""
-    block_k, _, stages = BLOCKS[precision]
+    block_k, _, stages, registers = BLOCKS[precision]
     block_k, block_n = min(block_k, max(16, next_power_of_2(inner))), columns(n, precision)
-    warps = 8 if rows * block_n >= 8192 or precision == "ieee" else 4
-    return {"BLOCK_I": rows, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
+    blocks = {"BLOCK_I": rows, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_stages": stages}
+    if rows * block_n < 8192 and precision != "ieee":
+        return blocks | {"num_warps": 4}
+    return blocks | {"num_warps": 8, "maxnreg": registers}
 
 
 def rows_times(x: Tensor, M: Tensor, out: Tensor, of: Segments, precision: str) -> Tensor:
@@ -393,12 +368,9 @@ def times_rows(pairs: Tensor, M: Tensor, out: Tensor, of: Segments, precision: s
     q, d = M.shape[1:]
     units = in_units("VEC", q=q, pairs_i=pairs.stride(0)) | in_units("OUT_VEC", d=d, out_i=out.stride(0))
     blocks = blocks_of(of.block, d, q, precision)
-    vec = 1 if unaligned(precision, of.block, M) else math.gcd(8, d, *M.stride()[:2])
+    units |= in_units("M_VEC", hides(precision, of.block, M), M_b=M.stride(0), M_q=M.stride(1))
     grid = (len(of.tiles) * cdiv(d, blocks["BLOCK_N"]),)
-    times_rows_kernel[grid](
-        pairs, M, out, of.tiles, M_b=M.stride(0) // vec, M_q=M.stride(1) // vec, M_VEC=vec, ADD=not fresh,
-        PRECISION=precision, **units, **blocks,
-    )  # fmt: skip
+    times_rows_kernel[grid](pairs, M, out, of.tiles, ADD=not fresh, PRECISION=precision, **units, **blocks)
     return out
 
 
@@ -414,15 +386,13 @@ def sums(pairs: Tensor, x: Tensor, out: Tensor, totals: Tensor, of: Segments, pr
     workspace = out.new_empty(2 * cdiv(n, of.part), aligned(q * d + q))
     units = in_units("VEC", d=d, out_b=out.stride(0), workspace_i=workspace.shape[1])
     units |= {"n": n, "q": q, "totals_b": totals.stride(0), "PART": of.part}
-    blocks = blocks_of(columns(q, precision), d, n, precision)
-    pairs_vec, x_vec = (
-        1 if unaligned(precision, blocks["BLOCK_I"], a) else math.gcd(8, a.shape[1], a.stride(0))
-        for a in (pairs, x)
-    )
+    blocks = blocks_of(columns(q, precision), d, of.part, precision)
+    rows = in_units("PAIRS_VEC", hides(precision, blocks["BLOCK_I"], pairs), pairs_i=pairs.stride(0))
+    rows |= in_units("X_VEC", hides(precision, blocks["BLOCK_I"], x), x_i=x.stride(0))
     grid = (len(of.parts) * cdiv(q, blocks["BLOCK_I"]) * (cdiv(d, blocks["BLOCK_N"]) + 1),)
     sums_kernel[grid](
-        pairs, x, out, totals, workspace, of.parts, of.cu_seqlens, pairs_i=pairs.stride(0) // pairs_vec,
-        x_i=x.stride(0) // x_vec, PAIRS_VEC=pairs_vec, X_VEC=x_vec, PRECISION=precision, **units, **blocks,
+        pairs, x, out, totals, workspace, of.parts, of.cu_seqlens, PRECISION=precision,
+        **units, **rows, **blocks,
     )  # fmt: skip
     grid = (b * cdiv(q * d + q, REDUCED["BLOCK"]),)
     sum_parts_kernel[grid](workspace, out, totals, of.cu_seqlens, **units, **REDUCED)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vecroute.ops.common import Weights, compute_dtype
 from vecroute.ops.launch import Stream
+from vecroute.ops.paths.batch.steps import Steps, Sum
 
 
 def arguments(x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None):
@@ -37,128 +38,149 @@ def aligned(t: Tensor) -> Tensor:
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
-def forward(steps: Any, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, cu_seqlens, phi: Tensor | None):
-    """x_out [b, j, h] and the memory that the backward pass needs; fills phi [r, j] if it is given."""
-    s, stream = steps.s, Stream(x_inp.device)
+def forward(steps: Steps, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, cu_seqlens, phi_out: Tensor | None):
+    """x_out [..., j, h] and the memory that the backward pass needs; fills phi_out [r, j] if it is given."""
+    case, stream = steps.case, Stream(x_inp.device)
     saved, temporary = steps.saved.new(x_inp), steps.temporary.new(x_inp)
-    kept, t = steps.saved.at(saved), steps.temporary.at(temporary)
-    at = pointers(stream, w)
-    x, shape = address(stream, x_inp), [s.batch] if s.packed else x_inp.shape[:-2]
-    x_out = x_inp.new_empty(*shape, s.n_out, s.d_out, dtype=s.dtype)  # [..., j, h]
-    none = kept["f"]  # for arguments that a kernel does not read
-    input_mask, use, cu = (none if m is None else address(stream, m) for m in (input_mask, use, cu_seqlens))
-    tiles, part_table = kept.get("tiles", none), kept.get("part_table", none)
-    f, n, shared, last = kept["f"], kept["sqrt_n_inp"], kept.get("shared", none), s.n_iters - 1
-    if s.packed:
-        steps.segments(stream, cu, n, tiles, part_table)
+    kept, t, at = steps.saved.at(saved), steps.temporary.at(temporary), pointers(stream, w)
+    shape = [steps.batch] if steps.packed else x_inp.shape[:-2]
+    x_out = x_inp.new_empty(*shape, steps.n_out, steps.h, dtype=steps.dtype)  # [..., j, h]
+    f, M = kept["f"], kept["M"]
+    none = f  # for arguments that a kernel does not read
+    input_mask, use, cu, phi_out, x = (
+        none if m is None else address(stream, m) for m in (input_mask, use, cu_seqlens, phi_out, x_inp)
+    )
+    n, tiles = kept["sqrt_n_inp"], kept.get("tiles", none)
+    if steps.packed:
+        steps.segments(stream, cu, n, tiles, kept["parts"])
     else:
         steps.lengths(stream, input_mask, n)
-    if s.variable:
-        steps.shared_rows(
-            stream, at["W_use"], at["W_ign"], at["B_use"], at["B_ign"], at["W_A"], shared, kept["bias"]
-        )
+    x_half, x_tops, M_tops = kept.get("x", none), kept.get("x_tops", none), kept.get("M_tops", none)
+    steps.inputs(stream, x, at["W_A"], at["B_A"], n, input_mask, use, tiles, f, x_half, x_tops)
+    x = x_half if steps.half else x
     betas = at.get("beta_use", none), at.get("beta_ign", none)
-    c = (kept["c"], kept["c"]) if s.variable else betas
-    for k in range(s.n_iters):
-        phi_k = address(stream, phi) if phi is not None and k == last else t["phi"]
+    shared, bias, shared_tops = (kept.get(name, none) for name in ("shared", "bias", "shared_tops"))
+    if case.variable:
+        rows = t["rows"] if steps.half else shared
+        steps.shared_rows(
+            stream, at["W_use"], at["W_ign"], at["B_use"], at["B_ign"], at["W_A"], rows, bias
+        )
+        if steps.half:
+            steps.shared_halves(stream, rows, shared, shared_tops)
+    c = (kept["c"], kept["c"]) if case.variable else betas
+    to_sum = t["phi"], t["tops"], t["tile_sums"]
+    for k in range(case.n_iters):
         if k == 0:
-            steps.first(
-                stream, x, shared, kept.get("bias", none), at["W_A"], at["B_A"], *betas, n, input_mask, use, tiles,
-                kept.get("c", none), f, phi_k,
-            )  # fmt: skip
+            of_M = shared, bias, x_tops, shared_tops
+            steps.first(stream, x, *of_M, *betas, f, use, tiles, c[0], *to_sum, phi_out)
         else:
-            steps.next[k](stream, x, kept["M"], *c, at["W_S"], at["B_S"], f, use, tiles, phi_k)
-        y, sums = kept[f"y{k}"], kept[f"s{k}"]
-        add_up(stream, steps.sum_phi, phi_k, x, f, part_table, cu, t, y, sums)
-        x_out_k = address(stream, x_out) if k == last else kept[f"before{k}"]
-        steps.outputs(stream, y, sums, n, at["W_F1"], at["B_F2"], t["u"], x_out_k)
+            steps.next[k](
+                stream, x, M, x_tops, M_tops, *c, at["W_S"], at["B_S"], f, use, tiles, *to_sum, phi_out
+            )
+        y, s = kept[f"y{k}"], kept[f"s{k}"]
+        add_up(stream, steps.sum_pairs_j, to_sum, x, f, tiles, kept.get("parts", none), cu, t, "sum", y, s)
+        x_out_k = address(stream, x_out) if k == steps.last else kept[f"before{k}"]
+        steps.outputs(stream, y, s, n, at["W_F1"], at["B_F2"], t["u"], x_out_k)
         steps.out_product(stream, t["u"], at["W_F2"], x_out_k, add=True)
-        if k < last:
-            v = x_out_k
-            if s.d_out > 1:
-                v = t["v"]
-                steps.normalize(stream, x_out_k, v)
-            steps.predict(stream, v, at["W_G1"], kept[f"g{k}"])
-            steps.scores_matrix[k](stream, kept[f"g{k}"], at["W_G2"], at["B_G2"], at["W_S"], kept["M"])
+        if k == steps.last:
+            break
+        v = x_out_k
+        if steps.h > 1:
+            v = t["v"]
+            steps.normalize(stream, x_out_k, v)
+        steps.predict(stream, v, at["W_G1"], kept[f"g{k}"])
+        rows = t["rows"] if steps.half else M
+        steps.scores_matrix[k](stream, kept[f"g{k}"], at["W_G2"], at["B_G2"], at["W_S"], rows)
+        if steps.half:
+            steps.x_hat_halves[k](stream, rows, M, M_tops)
     return x_out, saved
 
 
-def backward(steps: Any, grad_x_out: Tensor, x_inp: Tensor, w: dict[str, Tensor], use, cu_seqlens, saved: Tensor, need_grad_x: bool):
-    """Gradients of x_inp (None if not needed) and of the parameters by name, from grad_x_out [b, j, h]."""
-    s, stream = steps.s, Stream(x_inp.device)
+def backward(
+    steps: Steps, grad_x_out: Tensor, x_inp: Tensor, w: dict[str, Tensor], use, cu_seqlens, saved: Tensor,
+    need_grad_x: bool,
+):  # fmt: skip
+    """Gradients of x_inp (None if not needed) and of the parameters by name, from grad_x_out [..., j, h]."""
+    case, stream = steps.case, Stream(x_inp.device)
     memory = steps.back.new(x_inp)
     kept, t, at = steps.saved.at(saved), steps.back.at(memory), pointers(stream, w)
-    grads = {name: torch.empty_like(v, dtype=s.dtype) for name, v in w.items()}
-    if s.n_iters == 1:
+    grads = {name: torch.empty_like(v, dtype=steps.dtype) for name, v in w.items()}
+    if steps.last == 0:
         for name in ("W_S", "B_S", "W_G1", "W_G2", "B_G2"):
             grads[name].zero_()
-    to, x, none = pointers(stream, grads), address(stream, x_inp), kept["f"]
-    use, cu = (none if m is None else address(stream, m) for m in (use, cu_seqlens))
-    tiles, part_table = kept.get("tiles", none), kept.get("part_table", none)
-    f, n, last = kept["f"], kept["sqrt_n_inp"], s.n_iters - 1
-    c = (kept["c"], kept["c"]) if s.variable else (at["beta_use"], at["beta_ign"])
-    M, results = kept["M"], t["results"]
-    parts = t.get("pair_parts", none)
-    grad_out = address(stream, aligned(grad_x_out))
-    for k in reversed(range(s.n_iters)):
-        fresh = k == last
-        y, sums = kept[f"y{k}"], kept[f"s{k}"]
+    to, f, M = pointers(stream, grads), kept["f"], kept["M"]
+    none = f
+    grad_x_out = aligned(grad_x_out)
+    use, cu, grad_out, x_inp_at = (
+        none if m is None else address(stream, m) for m in (use, cu_seqlens, grad_x_out, x_inp)
+    )
+    x = kept["x"] if steps.half else x_inp_at
+    n, tiles, parts = kept["sqrt_n_inp"], kept.get("tiles", none), t.get("pair_parts", none)
+    x_tops, M_tops, shared_tops = (kept.get(name, none) for name in ("x_tops", "M_tops", "shared_tops"))
+    c = (kept["c"], kept["c"]) if case.variable else (at["beta_use"], at["beta_ign"])
+    to_sum = t["to_sum"], t["tops"], t["tile_sums"]
+    pairs = t["results"], t.get("grad_c", none), t["grad_f"], parts, *to_sum
+    for k in reversed(range(case.n_iters)):
+        fresh = k == steps.last
         steps.grad_u(stream, grad_out, at["W_F2"], t["grad_u"])
+        grad_y = t["rows"] if steps.half else M
         steps.outputs_backward[k](
-            stream, grad_out, t["grad_u"], y, sums, n, at["W_F1"], at["B_F2"], M, t["u"], t["u"], t["grad_s"],
-            to["W_F1"], to["B_F2"],
+            stream, grad_out, t["grad_u"], kept[f"y{k}"], kept[f"s{k}"], n, at["W_F1"], at["B_F2"], grad_y, t["u"], t["u"],
+            t["grad_s"], to["W_F1"], to["B_F2"],
         )  # fmt: skip
+        if steps.half:
+            steps.grad_y_halves[k](stream, grad_y, M, M_tops)
         steps.grad_W_F2(stream, t["u"], grad_out, to["W_F2"], add=not fresh)
         if k == 0:
             steps.first_backward(
-                stream, x, M, *c, f, n, t["grad_s"], use, tiles, results, t["grad_f"], parts
+                stream, x, M, x_tops, M_tops, shared_tops, *c, f, n, t["grad_s"], use, tiles, *pairs
             )
             break
         steps.next_backward[k](
-            stream, x, M, *c, at["W_S"], at["B_S"], f, t["grad_s"], use, tiles, results, t["grad_f"], parts
+            stream, x, M, x_tops, M_tops, *c, at["W_S"], at["B_S"], f, t["grad_s"], use, tiles, *pairs
         )
-        add_up(stream, steps.sum_dot[k], results, x, f, part_table, cu, t, t["grad_x_hat"], t["sums"])
+        grad_x_hat, sums = t["grad_x_hat"], t["sums"]
+        add_up(
+            stream, steps.sum_pairs_j, to_sum, x, f, tiles, kept.get("parts", none), cu, t, "sum", grad_x_hat, sums
+        )
         g, before = kept[f"g{k - 1}"], kept[f"before{k - 1}"]
-        if s.variable:
+        if case.variable:
             steps.scores_matrix_backward(
-                stream, t["grad_x_hat"], g, at["W_G2"], at["B_G2"], at["W_S"], t["sums"], t["parts_S"]
+                stream, grad_x_hat, g, at["W_G2"], at["B_G2"], at["W_S"], sums, t["parts_S"]
             )
             steps.sum_S[k](stream, t["parts_S"], to["W_S"], to["B_S"], to["W_S"], to["B_S"])
-        steps.predictions_backward[k](
-            stream, t["grad_x_hat"], g, at["W_G2"], t["grad_g"], to["W_G2"], to["B_G2"]
-        )
+        steps.predictions_backward[k](stream, grad_x_hat, g, at["W_G2"], t["grad_g"], to["W_G2"], to["B_G2"])
         grad_out, v = t["grad_x_out"], before
-        steps.grad_v(stream, t["grad_g"], at["W_G1"], t["grad_v"] if s.d_out > 1 else grad_out)
-        if s.d_out > 1:
+        steps.grad_v(stream, t["grad_g"], at["W_G1"], t["grad_v"] if steps.h > 1 else grad_out)
+        if steps.h > 1:
             v = t["v"]
             steps.normalize_backward(stream, t["grad_v"], before, v, grad_out)
         steps.grad_W_G1(stream, v, t["grad_g"], to["W_G1"], add=not fresh)
-    if s.variable:
-        parts = {"parts": t["shared_parts"], "part_totals": t["shared_totals"]}
-        add_up(stream, steps.sum_shared, results, x, f, none, none, parts, t["grad_shared"], t["shared_sums"])
-        steps.shared_backward(
-            stream, t["grad_shared"], t["shared_sums"], to["W_use"], to["W_ign"], to["B_use"], to["B_ign"], to["W_A"], to["B_A"]
-        )
+    if case.variable:
+        of_shared = t["grad_shared"], t["shared_sums"]
+        add_up(stream, steps.sum_shared, to_sum, x, f, tiles, none, none, t, "whole", *of_shared)
+        names = "W_use", "W_ign", "B_use", "B_ign", "W_A", "B_A"
+        steps.shared_backward(stream, *of_shared, *(to[name] for name in names))
     else:
         steps.sum_pairs(stream, parts, to["beta_use"], to["beta_ign"], to["W_S"], to["B_S"])
-        steps.activations_backward(stream, x, f, t["grad_f"], n, to["W_A"], to["B_A"])
+        steps.activations_backward(stream, x_inp_at, f, t["grad_f"], n, to["W_A"], to["B_A"])
     grad_x = None
     if need_grad_x:
         grad_x = torch.empty(x_inp.shape, dtype=x_inp.dtype, device=x_inp.device)
-        steps.stack(stream, M, kept.get("shared", none), t["M_T"])
         steps.input_gradient(
-            stream, results, t["M_T"], f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
+            stream, t["results"], M, kept.get("shared", none), f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
         )
     return grad_x, grads
 
 
-def add_up(stream: Stream, launches: Any, pairs, x, f, parts, cu_seqlens, t: dict, out, totals) -> None:
-    """out [b, q, d] = pairs^T x_inp and totals [b, q], sums over the inputs of each sample."""
-    if launches.add is None:
-        launches.parts(stream, pairs, x, f, parts, out, totals)
-        return
-    launches.parts(stream, pairs, x, f, parts, t["parts"], t["part_totals"])
-    launches.add(stream, t["parts"], t["part_totals"], cu_seqlens, out, totals)
+def add_up(stream: Stream, launches: Sum, pairs: tuple, x, f, tiles, parts, cu_seqlens, t: dict, name: str, out, totals) -> None:
+    """out [b, q, d] = pairs^T x_inp and totals [b, q], sums over the inputs of each sample, or of all."""
+    values, tops, sums = pairs
+    many = launches.add is not None
+    to = (t[f"{name}_parts"], t[f"{name}_totals"]) if many else (out, totals)
+    launches.parts(stream, values, x, f, tops, sums, tiles, parts, *to)
+    if launches.add is not None:
+        launches.add(stream, *to, cu_seqlens, out, totals)
 
 
 def address(stream: Stream, t: Tensor):

@@ -4,6 +4,11 @@ A program has a tile: up to BLOCK_I rows of one sample, and all outputs of each.
 each other in memory, so padded and packed calls differ only in how a program finds its tile. An input that is
 not used has f = 0: kernels neither load its vector nor anything else of its row.
 
+*Halves.* Where HALF, operands of products are float16 with a unit: 2^14 times numbers over a *top*, the power
+of two below the greatest of them; numbers down to 2^-28 of that keep all digits. float16 has as many digits as tf32, and with a unit enough range, at half
+the bytes and twice the rate. Rows of x_inp and of M have a top each. Pairs that are summed over inputs have
+one for each tile, since a unit must be constant along the summed dimension; they are times the top of x_inp.
+
 Kernel vocabulary: ``o_`` offsets, ``m_`` masks of what is inside, ``b_`` blocks of values.
 """
 
@@ -26,6 +31,13 @@ def tile_of(tiles, n_inp, per_sample, pid, BLOCK_I: tl.constexpr, PACKED: tl.con
 
 
 @triton.jit
+def top_below(greatest):
+    """The power of two below a number that is not negative; at least 2^-95, by which a GPU can divide."""
+    bits = greatest.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(bits, 32 << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def rows_used(b_f, m_i, UNUSED: tl.constexpr):
     """Which rows of a tile are used, from f; without masks all of them are."""
     return m_i & (b_f != 0.0) if UNUSED else m_i
@@ -38,10 +50,48 @@ def multiply(a, b, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def rows_of_M(M, o_q, o_k, n_rows, d_inp, OPERAND: tl.constexpr):
-    """A block of rows of M, transposed: [k, q]."""
-    m = (o_q < n_rows)[None, :] & (o_k < d_inp)[:, None]
-    return tl.load(M + o_q[None, :] * d_inp + o_k[:, None], mask=m, other=0.0).to(OPERAND)
+def times_M(x, M, o_r, m_i, n_out, d_inp, x_i, M_i, BLOCKS: tl.constexpr, BLOCK_I: tl.constexpr,
+            BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+            T: tl.constexpr):  # fmt: skip
+    """x M^T of a tile, [i, BLOCKS j], for BLOCKS = 1 or 2 blocks of n_out rows of M.
+
+    Columns of two blocks alternate, so that ``tl.split`` takes them apart without moving numbers.
+    """
+    o_q = tl.arange(0, BLOCKS * BLOCK_J)
+    m_q = o_q // BLOCKS < n_out
+    p_M = M + ((o_q % BLOCKS) * n_out + o_q // BLOCKS)[None, :] * M_i
+    p_x = x + o_r[:, None] * x_i
+    total = tl.zeros([BLOCK_I, BLOCKS * BLOCK_J], T)
+    for k in range(0, d_inp, BLOCK_K):
+        o_k = k + tl.arange(0, BLOCK_K)
+        m_k = o_k < d_inp
+        b_x = tl.load(p_x + o_k[None, :], mask=m_i[:, None] & m_k[None, :], other=0.0).to(OPERAND)
+        b_M = tl.load(p_M + o_k[:, None], mask=m_q[None, :] & m_k[:, None], other=0.0).to(OPERAND)
+        total = multiply(b_x, b_M, total, PRECISION)
+    return total
+
+
+@triton.jit
+def without_units(product, x_tops, M_tops, o_r, o_j, m_i, m_j, HALF: tl.constexpr):
+    """A block of products [i, j] of halves as it is without their units."""
+    if HALF:
+        x_top = tl.load(x_tops + o_r, mask=m_i, other=0.0)
+        product *= x_top[:, None] * (tl.load(M_tops + o_j, mask=m_j, other=0.0) * (1.0 / 2**28))[None, :]
+    return product
+
+
+@triton.jit
+def store_to_sum(value, pairs, tops, sums, x_tops, tile, o_r, o_j, m_i, m_j, m, pairs_i, n_columns, first_column,
+                 HALF: tl.constexpr):  # fmt: skip
+    """Store some pairs of a tile for ``sums_kernel``; where HALF in the unit of the tile, and their sums."""
+    if HALF:
+        value = tl.where(m, value, 0.0)
+        tl.store(sums + tile * n_columns + first_column + o_j, tl.sum(value, 0), mask=m_j)
+        value *= tl.load(x_tops + o_r, mask=m_i, other=0.0)[:, None]
+        top = top_below(tl.max(tl.max(tl.abs(value), 1), 0))
+        tl.store(tops + tile, top)
+        value = (value * (16384.0 / top)).to(tl.float16)
+    tl.store(pairs + o_r[:, None] * pairs_i + first_column + o_j[None, :], value, mask=m)
 
 
 @triton.jit
@@ -87,89 +137,118 @@ def load_betas(c_sum, c_ign, o_c, m, FIXED: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def first_kernel(
-    x, M, bias,  # [r, d]; where not FIXED [q, d] rows for c_sum, c_ign and a_inp, and [q]
-    W_A, B_A,  # [1 or i, d], [1 or i]
-    beta_use, beta_ign,  # [i, j] each, where FIXED
-    sqrt_n_inp, input_mask, use, tiles,  # [b], [r] where INPUTS, [b, i, j] where MASKED, [n, 3] where PACKED
-    c, f, phi,  # [r, 2 j] where not FIXED, [r], [r, j]: the results
-    n_inp, per_sample, n_out, d_inp, x_i, use_b, use_i, use_j,  # and strides
-    PRIOR: tl.constexpr, FIXED: tl.constexpr, INPUTS: tl.constexpr, MASKED: tl.constexpr,
-    PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
+def inputs_kernel(
+    x, W_A, B_A, sqrt_n_inp, input_mask, use, tiles,  # [r, d], [1 or i, d], [1 or i], [b], [r], [b, i, j], [n, 3]
+    f, x_half, x_tops,  # [r]; where HALF [r, half_i] and [r]
+    n_inp, per_sample, n_out, d_inp, use_b, use_i, use_j, half_i,
+    FIXED: tl.constexpr, INPUTS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The first iteration: the betas, f(a_inp), and phi under the flat prior."""
+    """f(a_inp), 0 at inputs that are not used; and x_inp as halves. A program has some rows of a tile."""
+    b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(1), TILE, PACKED)
+    o_r = first + tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    m_all = o_r < end
+    m_i, o_i = m_all, o_r - b * n_inp
+    if INPUTS:
+        m_i = m_i & (tl.load(input_mask + o_r, mask=m_i, other=0) != 0)
+    if MASKED:
+        o_j = tl.arange(0, BLOCK_J)[None, :]
+        m = m_i[:, None] & (o_j < n_out)
+        any_used = tl.load(use + b * use_b + o_i[:, None] * use_i + o_j * use_j, mask=m, other=0)
+        m_i = m_i & (tl.max(any_used.to(tl.int32), 1) != 0)
+    o_A = o_i if FIXED else o_i * 0
+    total = tl.zeros([BLOCK_I, BLOCK_D], T)
+    for start in range(0, d_inp, BLOCK_D):  # once where HALF
+        o_d = start + tl.arange(0, BLOCK_D)[None, :]
+        m = m_i[:, None] & (o_d < d_inp)
+        b_x = tl.load(x + o_r[:, None] * d_inp + o_d, mask=m, other=0.0).to(T)
+        total += b_x * tl.load(W_A + o_A[:, None] * d_inp + o_d, mask=m, other=0.0).to(T)
+        if HALF:
+            top = top_below(tl.max(tl.abs(b_x), 1))
+            tl.store(x_tops + o_r, top, mask=m_all)
+            b_half = (b_x * (16384.0 / top)[:, None]).to(tl.float16)
+            tl.store(x_half + o_r[:, None] * half_i + o_d, b_half, mask=m_all[:, None] & (o_d < half_i))
+    a_inp = tl.sum(total, 1) / tl.load(sqrt_n_inp + b) + tl.load(B_A + o_A, mask=m_i, other=0.0).to(T)
+    tl.store(f + o_r, tl.where(m_i, 1.0 / (1.0 + tl.exp(-a_inp)), 0.0), mask=m_all)
+
+
+@triton.jit
+def halves_kernel(
+    values, out, tops,  # [b, n, d]; from row n_0 on: [b, q, half_i] float16, [b, q]
+    n_0, d_inp, values_b, out_b, tops_b, half_i, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows of M as halves; a program has a row."""
+    row, b = tl.program_id(0) + n_0, tl.program_id(1).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    b_M = tl.load(values + b * values_b + tl.program_id(0) * d_inp + o_d, mask=o_d < d_inp, other=0.0)
+    top = top_below(tl.max(tl.abs(b_M), 0))
+    tl.store(tops + b * tops_b + row, top)
+    tl.store(out + b * out_b + row * half_i + o_d, (b_M * (16384.0 / top)).to(tl.float16), mask=o_d < half_i)
+
+
+@triton.jit
+def first_kernel(
+    x, M, bias, x_tops, M_tops,  # [r, d]; where not FIXED [q, d] rows for c_sum and c_ign, and [q]; [r], [q]
+    beta_use, beta_ign,  # [i, j] each, where FIXED
+    f, use, tiles,  # [r], [b, i, j] where MASKED, [n, 3] where PACKED
+    c, phi, phi_tops, phi_sums, phi_out,  # [r, 2 j] where not FIXED, [r, j], [n], [n, j], [r, j] where SHOWN
+    n_inp, per_sample, n_out, d_inp, x_i, M_i, use_b, use_i, use_j,  # and strides
+    PRIOR: tl.constexpr, SHOWN: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """The first iteration: the betas, and phi under the flat prior."""
     b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(0), BLOCK_I, PACKED)
     if first >= end:
         return
     o_r, o_j = first + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_J)
-    m_i, m_j = o_r < end, o_j < n_out
-    o_i = o_r - b * n_inp  # the input, where n_inp is fixed
-    m_used = m_i[:, None] & m_j[None, :]
-    if INPUTS:
-        m_i = m_i & (tl.load(input_mask + o_r, mask=m_i, other=0) != 0)
-        m_used = m_used & m_i[:, None]
-    m_used = used_pairs(use, b * use_b + o_i[:, None] * use_i, o_j[None, :], use_j, m_used, MASKED)
-    if MASKED:
-        m_i = m_i & (tl.max(m_used.to(tl.int32), 1) != 0)
-    total_sum = tl.zeros([BLOCK_I, BLOCK_J], T)
-    total_ign = tl.zeros([BLOCK_I, BLOCK_J], T)
-    total_a = tl.zeros([BLOCK_I, BLOCK_K], T)
-    for k in range(0, d_inp, BLOCK_K):
-        o_k = k + tl.arange(0, BLOCK_K)
-        m_k = o_k < d_inp
-        m_x = m_i[:, None] & m_k[None, :]
-        b_x = tl.load(x + o_r[:, None] * x_i + o_k[None, :], mask=m_x, other=0.0).to(OPERAND)
-        if FIXED:
-            b_A = tl.load(W_A + o_i[:, None] * d_inp + o_k[None, :], mask=m_x, other=0.0)
-            total_a += b_x.to(T) * b_A.to(T)
-        else:
-            total_a += b_x.to(T) * tl.load(W_A + o_k, mask=m_k, other=0.0).to(T)[None, :]
-            total_sum = multiply(b_x, rows_of_M(M, o_j, o_k, n_out, d_inp, OPERAND), total_sum, PRECISION)
-            M_ign = M + n_out * d_inp
-            total_ign = multiply(b_x, rows_of_M(M_ign, o_j, o_k, n_out, d_inp, OPERAND), total_ign, PRECISION)
-    o_A = o_i if FIXED else o_i * 0
-    a_inp = tl.sum(total_a, 1) / tl.load(sqrt_n_inp + b) + tl.load(B_A + o_A, mask=m_i, other=0.0).to(T)
-    b_f = tl.where(m_i, 1.0 / (1.0 + tl.exp(-a_inp)), 0.0)
-    tl.store(f + o_r, b_f, mask=o_r < end)
+    m_j, o_i = o_j < n_out, o_r - b * n_inp
+    b_f = tl.load(f + o_r, mask=o_r < end, other=0.0)
+    m_i = rows_used(b_f, o_r < end, UNUSED)
     m = m_i[:, None] & m_j[None, :]
+    m_used = used_pairs(use, b * use_b + o_i[:, None] * use_i, o_j[None, :], use_j, m, MASKED)
     if FIXED:
         c_sum, c_ign = load_betas(beta_use, beta_ign, o_i[:, None] * n_out + o_j[None, :], m, True, T)
     else:
-        c_sum = total_sum + tl.load(bias + o_j, mask=m_j, other=0.0)[None, :]
-        c_ign = total_ign + tl.load(bias + n_out + o_j, mask=m_j, other=0.0)[None, :]
+        both = times_M(x, M, o_r, m_i, n_out, d_inp, x_i, M_i, 2, BLOCK_I, BLOCK_J, BLOCK_K, OPERAND, PRECISION, T)
+        c_sum, c_ign = tl.split(tl.reshape(both, [BLOCK_I, BLOCK_J, 2]))
+        c_sum = without_units(c_sum, x_tops, M_tops, o_r, o_j, m_i, m_j, HALF)
+        c_ign = without_units(c_ign, x_tops, M_tops + n_out, o_r, o_j, m_i, m_j, HALF)
+        c_sum += tl.load(bias + o_j, mask=m_j, other=0.0)[None, :]
+        c_ign += tl.load(bias + n_out + o_j, mask=m_j, other=0.0)[None, :]
         p_c = c + o_r[:, None] * (2 * n_out) + o_j[None, :]
         tl.store(p_c, c_sum, mask=m)
         tl.store(p_c + n_out, c_ign, mask=m)
     R = flat_prior(m_used, PRIOR, MASKED, T)
     b_phi = tl.where(m_used, (c_sum * R - c_ign) * b_f[:, None], 0.0)
-    tl.store(phi + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=(o_r < end)[:, None] & m_j[None, :])
+    m_all = (o_r < end)[:, None] & m_j[None, :]
+    if SHOWN:
+        tl.store(phi_out + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=m_all)
+    store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j, m_all,
+                 n_out, n_out, 0, HALF)  # fmt: skip
 
 
 @triton.jit
 def next_kernel(
-    x, M, c_sum, c_ign, W_S, B_S, f, use, tiles,  # [r, d], [b, q, d], [r, 2 j] or [i, j], [1 or i, j], [r]
-    phi,  # [r, j] the result
-    n_inp, per_sample, n_out, d_inp, x_i, M_b, M_0, c_i, c_0, use_b, use_i, use_j,  # x_hat begins at M_0
-    FIXED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
-    BLOCK_K: tl.constexpr, T: tl.constexpr,
+    x, M, x_tops, M_tops,  # [r, d], [b, q, d] with x_hat from row M_0 on, [r], [b, q]
+    c_sum, c_ign, W_S, B_S, f, use, tiles,  # [r, 2 j] or [i, j], [1 or i, j] twice, [r], as above
+    phi, phi_tops, phi_sums, phi_out,  # as above
+    n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j,  # n_M: q
+    SHOWN: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr,
+    HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """A later iteration: phi = f (c_sum R - c_ign), with the R of scores against x_hat."""
     b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(0), BLOCK_I, PACKED)
     if first >= end:
         return
     o_r, o_j = first + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_J)
-    m_j = o_j < n_out
-    o_i = o_r - b * n_inp
+    m_j, o_i = o_j < n_out, o_r - b * n_inp
     b_f = tl.load(f + o_r, mask=o_r < end, other=0.0)
     m_i = rows_used(b_f, o_r < end, UNUSED)
-    z = tl.zeros([BLOCK_I, BLOCK_J], T)
-    for k in range(0, d_inp, BLOCK_K):
-        o_k = k + tl.arange(0, BLOCK_K)
-        m_x = m_i[:, None] & (o_k < d_inp)[None, :]
-        b_x = tl.load(x + o_r[:, None] * x_i + o_k[None, :], mask=m_x, other=0.0).to(OPERAND)
-        z = multiply(b_x, rows_of_M(M + b * M_b + M_0, o_j, o_k, n_out, d_inp, OPERAND), z, PRECISION)
+    M_row = b * n_M + M_0
+    z = times_M(x, M + M_row * M_i, o_r, m_i, n_out, d_inp, x_i, M_i, 1, BLOCK_I, BLOCK_J, BLOCK_K, OPERAND, PRECISION, T)
+    z = without_units(z, x_tops, M_tops + M_row, o_r, o_j, m_i, m_j, HALF)
     m = m_i[:, None] & m_j[None, :]
     m_used = used_pairs(use, b * use_b + o_i[:, None] * use_i, o_j[None, :], use_j, m, MASKED)
     o_S = (o_i * (n_out if FIXED else 0))[:, None] + o_j[None, :]
@@ -180,7 +259,11 @@ def next_kernel(
     o_c = (o_i if FIXED else o_r)[:, None] * c_i + o_j[None, :]
     b_sum, b_ign = load_betas(c_sum, c_ign + c_0, o_c, m, FIXED, T)
     b_phi = tl.where(m_used, (b_sum * R - b_ign) * b_f[:, None], 0.0)
-    tl.store(phi + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=(o_r < end)[:, None] & m_j[None, :])
+    m_all = (o_r < end)[:, None] & m_j[None, :]
+    if SHOWN:
+        tl.store(phi_out + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=m_all)
+    store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j, m_all,
+                 n_out, n_out, 0, HALF)  # fmt: skip
 
 
 @triton.jit
@@ -192,15 +275,22 @@ def add_to(pointer, value, m, FRESH: tl.constexpr):
 
 
 @triton.jit
+def times_top(value, tops, o_j, m_j, HALF: tl.constexpr):
+    """Pairs [i, j] times the tops of the rows of M that they are multiplied with next."""
+    return value * tl.load(tops + o_j, mask=m_j, other=0.0)[None, :] if HALF else value
+
+
+@triton.jit
 def next_backward_kernel(
-    x, M, c_sum, c_ign, W_S, B_S, f, grad_s, use, tiles,  # as above; M from M_0 on: grad_y, then x_hat
-    results,  # [r, q] from column results_0 on: phi and the gradient of dot; from grad_c_0 on: c_sum and c_ign
-    grad_f, parts,  # [r], [4, b, i, j] where FIXED
-    n_inp, per_sample, n_out, d_inp, x_i, M_b, M_0, c_i, c_0, use_b, use_i, use_j,
-    results_i, results_0, grad_c_0, part_b,
+    x, M, x_tops, M_tops,  # as above; M from row M_0 on: grad_y, then x_hat
+    c_sum, c_ign, W_S, B_S, f, grad_s, use, tiles,  # as above; [b, j]
+    results,  # [r, q] from column M_0 on: phi and the gradient of dot, times the tops of M
+    grad_c, grad_f, parts,  # [r, 2 j] of c_sum and c_ign where not FIXED; [r]; [4, b, i, j] where FIXED
+    to_sum, sum_tops, sums,  # [r, j] the gradient of dot, [n], [n, j]
+    n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
     FRESH: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
-    BLOCK_K: tl.constexpr, T: tl.constexpr,
+    HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The gradient of ``next_kernel``: phi once more, and the gradients of everything of a pair.
 
@@ -210,20 +300,16 @@ def next_backward_kernel(
     if first >= end:
         return
     o_r, o_j = first + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_J)
-    m_j = o_j < n_out
-    o_i = o_r - b * n_inp
+    m_j, o_i = o_j < n_out, o_r - b * n_inp
     b_f = tl.load(f + o_r, mask=o_r < end, other=0.0)
     m_i = rows_used(b_f, o_r < end, UNUSED)
-    grad_phi = tl.zeros([BLOCK_I, BLOCK_J], T)
-    dot = tl.zeros([BLOCK_I, BLOCK_J], T)
-    M += b * M_b + M_0
-    for k in range(0, d_inp, BLOCK_K):
-        o_k = k + tl.arange(0, BLOCK_K)
-        m_x = m_i[:, None] & (o_k < d_inp)[None, :]
-        b_x = tl.load(x + o_r[:, None] * x_i + o_k[None, :], mask=m_x, other=0.0).to(OPERAND)
-        grad_phi = multiply(b_x, rows_of_M(M, o_j, o_k, n_out, d_inp, OPERAND), grad_phi, PRECISION)
-        x_hat = M + n_out * d_inp
-        dot = multiply(b_x, rows_of_M(x_hat, o_j, o_k, n_out, d_inp, OPERAND), dot, PRECISION)
+    M_row = b * n_M + M_0
+    both = times_M(x, M + M_row * M_i, o_r, m_i, n_out, d_inp, x_i, M_i, 2, BLOCK_I, BLOCK_J, BLOCK_K, OPERAND, PRECISION,
+                   T)  # fmt: skip
+    M_tops += M_row
+    grad_phi, dot = tl.split(tl.reshape(both, [BLOCK_I, BLOCK_J, 2]))
+    grad_phi = without_units(grad_phi, x_tops, M_tops, o_r, o_j, m_i, m_j, HALF)
+    dot = without_units(dot, x_tops, M_tops + n_out, o_r, o_j, m_i, m_j, HALF)
     m = m_i[:, None] & m_j[None, :]
     m_used = used_pairs(use, b * use_b + o_i[:, None] * use_i, o_j[None, :], use_j, m, MASKED)
     o_S = (o_i * (n_out if FIXED else 0))[:, None] + o_j[None, :]
@@ -238,13 +324,12 @@ def next_backward_kernel(
     grad_phi = tl.where(m_used, grad_phi, 0.0)
     u = tl.where(m_used, b_sum * R - b_ign, 0.0)
     add_to(grad_f + o_r, tl.sum(u * grad_phi, 1), m_i, FRESH)
-    p_results = results + o_r[:, None] * results_i + results_0 + o_j[None, :]
-    tl.store(p_results, u * b_f[:, None], mask=m)
+    p_results = results + o_r[:, None] * results_i + M_0 + o_j[None, :]
+    tl.store(p_results, times_top(u * b_f[:, None], M_tops, o_j, m_j, HALF), mask=m)
     grad_phi *= b_f[:, None]
     of_R = R * (b_sum * grad_phi)
     # The same products as in the sum, so that nothing is left where one output has all of R.
-    grad_z = (of_R - R * tl.sum(of_R, 1)[:, None]) * rest
-    grad_z = tl.where(m_used, grad_z, 0.0)
+    grad_z = tl.where(m_used, (of_R - R * tl.sum(of_R, 1)[:, None]) * rest, 0.0)
     if FIXED:
         p_parts = parts + b * part_b + o_i[:, None] * n_out + o_j[None, :]
         step = tl.num_programs(0) // per_sample * part_b  # from one parameter to the next
@@ -255,42 +340,38 @@ def next_backward_kernel(
         add_to(p_parts + 3 * step, grad_z, m_all, FRESH)
         grad_z *= tl.load(W_S + o_S, mask=m, other=0.0).to(T)
     else:
-        p_c = results + o_r[:, None] * results_i + grad_c_0 + o_j[None, :]
+        p_c = grad_c + o_r[:, None] * (2 * n_out) + o_j[None, :]
         add_to(p_c, R * grad_phi, m, FRESH)
         add_to(p_c + n_out, -grad_phi, m, FRESH)
-    tl.store(p_results + n_out, grad_z, mask=m)
+    tl.store(p_results + n_out, times_top(grad_z, M_tops + n_out, o_j, m_j, HALF), mask=m)
+    store_to_sum(grad_z, to_sum, sum_tops, sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j, m, n_out,
+                 n_out, 0, HALF)  # fmt: skip
 
 
 @triton.jit
 def first_backward_kernel(
-    x, M, c_sum, c_ign, f, sqrt_n_inp, grad_s, use, tiles,  # as above; M from M_0 on: grad_y
-    results,  # [r, q] as above; where not FIXED n_a columns follow: two of a_inp, then zeros
-    grad_f, parts,  # as above; grad_f turns into the gradient of W_A x_inp
-    n_inp, per_sample, n_out, d_inp, x_i, M_b, M_0, c_i, c_0, use_b, use_i, use_j,
-    results_i, results_0, grad_c_0, part_b, n_a,
+    x, M, x_tops, M_tops, shared_tops,  # as above; M from row M_0 on: grad_y; [q] tops of rows for c_sum, c_ign, a_inp
+    c_sum, c_ign, f, sqrt_n_inp, grad_s, use, tiles,  # as above
+    results,  # [r, q] from column M_0 on: phi; where not FIXED from column n_M on: c_sum, c_ign, a_inp, zeros
+    grad_c, grad_f, parts,  # as above; grad_f turns into the gradient of W_A x_inp
+    to_sum, sum_tops, sums,  # [r, n_shared] where not FIXED: the same columns, and that of a_inp without sqrt(n_inp)
+    n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b, n_shared,
     PRIOR: tl.constexpr, FRESH: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr,
-    PACKED: tl.constexpr, UNUSED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``first_kernel``, after that of every later iteration.
-
-    The columns of a_inp have its gradient over sqrt(n_inp), which belongs to W_A x_inp, and as it is.
-    """
+    """The gradient of ``first_kernel``, after that of every later iteration."""
     b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(0), BLOCK_I, PACKED)
     if first >= end:
         return
     o_r, o_j = first + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_J)
-    m_j = o_j < n_out
-    o_i = o_r - b * n_inp
+    m_j, o_i = o_j < n_out, o_r - b * n_inp
     b_f = tl.load(f + o_r, mask=o_r < end, other=0.0)
     m_i = rows_used(b_f, o_r < end, UNUSED)
-    grad_phi = tl.zeros([BLOCK_I, BLOCK_J], T)
-    M += b * M_b + M_0
-    for k in range(0, d_inp, BLOCK_K):
-        o_k = k + tl.arange(0, BLOCK_K)
-        m_x = m_i[:, None] & (o_k < d_inp)[None, :]
-        b_x = tl.load(x + o_r[:, None] * x_i + o_k[None, :], mask=m_x, other=0.0).to(OPERAND)
-        grad_phi = multiply(b_x, rows_of_M(M, o_j, o_k, n_out, d_inp, OPERAND), grad_phi, PRECISION)
+    M_row = b * n_M + M_0
+    grad_phi = times_M(x, M + M_row * M_i, o_r, m_i, n_out, d_inp, x_i, M_i, 1, BLOCK_I, BLOCK_J, BLOCK_K, OPERAND,
+                       PRECISION, T)  # fmt: skip
+    grad_phi = without_units(grad_phi, x_tops, M_tops + M_row, o_r, o_j, m_i, m_j, HALF)
     m = m_i[:, None] & m_j[None, :]
     m_used = used_pairs(use, b * use_b + o_i[:, None] * use_i, o_j[None, :], use_j, m, MASKED)
     R = flat_prior(m_used, PRIOR, MASKED, T)
@@ -299,36 +380,83 @@ def first_backward_kernel(
     grad_phi += tl.load(grad_s + b * n_out + o_j, mask=m_j, other=0.0)[None, :]
     grad_phi = tl.where(m_used, grad_phi, 0.0)
     u = tl.where(m_used, b_sum * R - b_ign, 0.0)
-    tl.store(results + o_r[:, None] * results_i + results_0 + o_j[None, :], u * b_f[:, None], mask=m)
+    p_results = results + o_r[:, None] * results_i + o_j[None, :]
+    tl.store(p_results + M_0, times_top(u * b_f[:, None], M_tops + M_row, o_j, m_j, HALF), mask=m)
     grad_a = tl.sum(u * grad_phi, 1)
     if not FRESH:
         grad_a += tl.load(grad_f + o_r, mask=m_i, other=0.0)
-    grad_a *= b_f * (1.0 - b_f)
+    grad_a = tl.where(m_i, grad_a * b_f * (1.0 - b_f), 0.0)
     scaled = grad_a / tl.load(sqrt_n_inp + b)
-    tl.store(grad_f + o_r, tl.where(m_i, scaled, 0.0), mask=o_r < end)
+    tl.store(grad_f + o_r, scaled, mask=o_r < end)
     grad_phi *= b_f[:, None]
+    of_sum, of_ign = R * grad_phi, -grad_phi
     if FIXED:
         p_parts = parts + b * part_b + o_i[:, None] * n_out + o_j[None, :]
         step = tl.num_programs(0) // per_sample * part_b
         m_all = (o_r < end)[:, None] & m_j[None, :]
-        add_to(p_parts, R * grad_phi, m_all, FRESH)
+        add_to(p_parts, of_sum, m_all, FRESH)
         add_to(p_parts + step, (R - 1.0) * grad_phi, m_all, FRESH)
     else:
-        p_c = results + o_r[:, None] * results_i + grad_c_0 + o_j[None, :]
-        add_to(p_c, R * grad_phi, m, FRESH)
-        add_to(p_c + n_out, -grad_phi, m, FRESH)
-        o_a = tl.arange(0, 4)[None, :]
-        b_a = tl.where(o_a == 0, scaled[:, None], tl.where(o_a == 1, grad_a[:, None], 0.0))
-        p_a = results + o_r[:, None] * results_i + grad_c_0 + 2 * n_out + o_a
-        tl.store(p_a, b_a, mask=m_i[:, None] & (o_a < n_a))
+        if not FRESH:
+            p_c = grad_c + o_r[:, None] * (2 * n_out) + o_j[None, :]
+            of_sum += tl.load(p_c, mask=m, other=0.0)
+            of_ign += tl.load(p_c + n_out, mask=m, other=0.0)
+        p_results += n_M
+        tl.store(p_results, times_top(of_sum, shared_tops, o_j, m_j, HALF), mask=m)
+        tl.store(p_results + n_out, times_top(of_ign, shared_tops + n_out, o_j, m_j, HALF), mask=m)
+        o_a = tl.arange(0, 16)[None, :]  # columns of a_inp, with and without sqrt(n_inp), and zeros
+        m_a = m_i[:, None] & (o_a < n_shared - 2 * n_out)
+        b_a = tl.where(o_a == 0, scaled[:, None], 0.0)
+        top_a = tl.load(shared_tops + 2 * n_out) if HALF else 1.0
+        tl.store(results + o_r[:, None] * results_i + n_M + 2 * n_out + o_a, b_a * top_a, mask=m_a)
+        b_a += tl.where(o_a == 1, grad_a[:, None], 0.0)
+        p_sum = to_sum + o_r[:, None] * n_shared + o_j[None, :]
+        p_a = to_sum + o_r[:, None] * n_shared + 2 * n_out + o_a
+        if HALF:
+            tile = tl.program_id(0).to(tl.int64)
+            of_sum, of_ign = tl.where(m, of_sum, 0.0), tl.where(m, of_ign, 0.0)
+            p_sums = sums + tile * n_shared
+            tl.store(p_sums + o_j, tl.sum(of_sum, 0), mask=m_j)
+            tl.store(p_sums + n_out + o_j, tl.sum(of_ign, 0), mask=m_j)
+            tl.store(p_sums + 2 * n_out + tl.arange(0, 16), tl.sum(b_a, 0), mask=tl.arange(0, 16) < n_shared - 2 * n_out)
+            x_top = tl.load(x_tops + o_r, mask=m_i, other=0.0)[:, None]
+            greatest = tl.maximum(tl.max(tl.maximum(tl.abs(of_sum), tl.abs(of_ign)) * x_top, 1), tl.max(tl.abs(b_a) * x_top, 1))
+            top = top_below(tl.max(greatest, 0))
+            tl.store(sum_tops + tile, top)
+            unit = x_top * (16384.0 / top)
+            tl.store(p_sum, (of_sum * unit).to(tl.float16), mask=m)
+            tl.store(p_sum + n_out, (of_ign * unit).to(tl.float16), mask=m)
+            tl.store(p_a, (b_a * unit).to(tl.float16), mask=m_a)
+        else:
+            tl.store(p_sum, of_sum, mask=m)
+            tl.store(p_sum + n_out, of_ign, mask=m)
+            tl.store(p_a, b_a, mask=m_a)
+
+
+@triton.jit
+def pairs_times_M(total, pairs, M, o_r, o_d, m_i, m_d, n_columns, pairs_i, M_i, BLOCK_K: tl.constexpr,
+                  HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """total + pairs M of a tile and some features."""
+    for k in range(0, n_columns, BLOCK_K):
+        o_k = k + tl.arange(0, BLOCK_K)
+        m_k = o_k < n_columns
+        m_pairs, m_M = m_i[:, None] & m_k[None, :], m_k[:, None] & m_d[None, :]
+        b_pairs = tl.load(pairs + o_r[:, None] * pairs_i + o_k[None, :], mask=m_pairs, other=0.0)
+        b_M = tl.load(M + o_k[:, None] * M_i + o_d[None, :], mask=m_M, other=0.0).to(OPERAND)
+        if HALF:
+            top = top_below(tl.max(tl.abs(b_pairs), 1))[:, None]
+            total += tl.dot((b_pairs * (16384.0 / top)).to(tl.float16), b_M) * (top * (1.0 / 2**28))
+        else:
+            total = multiply(b_pairs.to(OPERAND), b_M, total, PRECISION)
+    return total
 
 
 @triton.jit
 def input_gradient_kernel(
-    results, M_T, f, grad_a, W_A, tiles,  # [r, q], [b, d, q], [r], [r] and [i, d] where FIXED
+    results, M, shared, f, grad_a, W_A, tiles,  # [r, q], [b, n_M, d], [n_shared, d], [r], [r], [i, d] where FIXED
     grad_x,  # [r, d]
-    n_inp, per_sample, n_columns, d_inp, results_i, M_q, n_blocks,  # M_q: from one feature of M_T to the next
-    FIXED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, OPERAND: tl.constexpr,
+    n_inp, per_sample, n_M, n_shared, d_inp, results_i, M_i, n_blocks,
+    FIXED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """grad_x = results M, plus grad_a W_A where FIXED; 0 at inputs that are not used."""
@@ -342,57 +470,81 @@ def input_gradient_kernel(
     m_d = o_d < d_inp
     m_i = rows_used(tl.load(f + o_r, mask=o_r < end, other=0.0), o_r < end, UNUSED)
     total = tl.zeros([BLOCK_I, BLOCK_D], T)
-    M_T += b * d_inp * M_q
-    for k in range(0, n_columns, BLOCK_K):
-        o_k = k + tl.arange(0, BLOCK_K)
-        m_k = o_k < n_columns
-        b_pairs = tl.load(results + o_r[:, None] * results_i + o_k[None, :], mask=m_i[:, None] & m_k[None, :], other=0.0)
-        b_M = tl.load(M_T + o_d[None, :] * M_q + o_k[:, None], mask=m_d[None, :] & m_k[:, None], other=0.0)
-        total = multiply(b_pairs.to(OPERAND), b_M.to(OPERAND), total, PRECISION)
+    total = pairs_times_M(total, results, M + b * n_M * M_i, o_r, o_d, m_i, m_d, n_M, results_i, M_i, BLOCK_K, HALF,
+                          OPERAND, PRECISION)  # fmt: skip
     m = m_i[:, None] & m_d[None, :]
     if FIXED:
         o_W = (o_r - b * n_inp)[:, None] * d_inp + o_d[None, :]
         b_a = tl.load(grad_a + o_r, mask=m_i, other=0.0)
         total += b_a[:, None] * tl.load(W_A + o_W, mask=m, other=0.0).to(T)
+    else:
+        total = pairs_times_M(total, results + n_M, shared, o_r, o_d, m_i, m_d, n_shared, results_i, M_i, BLOCK_K, HALF,
+                              OPERAND, PRECISION)  # fmt: skip
     total = tl.where(m_i[:, None], total, 0.0)
     p_x = grad_x + o_r[:, None] * d_inp + o_d[None, :]
     tl.store(p_x, total.to(grad_x.dtype.element_ty), mask=(o_r < end)[:, None] & m_d[None, :])
 
 
-# The strides are not specialised. In tf32 the copy to shared memory transposes tiles, 4 bytes at a time; if the
-# compiler knew that rows are aligned to 16 bytes, 16 threads would write to the same bank.
-@triton.jit(do_not_specialize=["pairs_i", "pairs_0", "x_i"])
+@triton.jit
 def sums_kernel(
-    pairs, x, f, tiles,  # [r, q], [r, d], [r], [n, 3] where PACKED
-    out, totals,  # [n, q, d], [n, q]: for each part of a sample
-    n_inp, per_sample, n_columns, d_inp, pairs_i, pairs_0, x_i,  # pairs from column pairs_0 on
-    PACKED: tl.constexpr, UNUSED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    PART: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+    pairs, x, f, tops, sums, tiles, parts,  # [r, q], [r, d], [r]; where HALF [n], [n, q]; where PACKED [n, 3], [p, 4]
+    out, totals,  # [p, q, d], [p, q]: for each part of a sample, or of all rows
+    n_inp, per_sample, n_columns, d_inp, x_i, n_tiles, n_parts,  # how many tiles and parts a sample has
+    WHOLE: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, PART: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the rows of a part: pairs^T x, and pairs; a part has up to PART rows of one sample."""
+    """Sums over inputs: pairs^T x, and pairs. A part has up to PART tiles of one sample, or of all if WHOLE.
+
+    BLOCK_I are the rows of a tile, also in the kernels that stored the pairs.
+    """
     part = tl.program_id(1).to(tl.int64)
-    b, first, end = tile_of(tiles, n_inp, per_sample, part, PART, PACKED)
-    if PACKED and first >= end:
-        return
+    first, end = part * 0, part * 0
+    if WHOLE:
+        tile = part * PART
+        last = tl.minimum(tile + PART, n_tiles)
+    elif PACKED:
+        first, end = tl.load(parts + 4 * part + 1).to(tl.int64), tl.load(parts + 4 * part + 2).to(tl.int64)
+        tile = tl.load(parts + 4 * part + 3).to(tl.int64)
+        last = tile + tl.cdiv(end - first, BLOCK_I)
+        if first >= end:
+            return
+    else:
+        b, k = part // n_parts, part % n_parts * PART
+        tile = b * n_tiles + k
+        last = tl.minimum(tile + PART, (b + 1) * n_tiles)
+        first, end = b * n_inp + k * BLOCK_I, (b + 1) * n_inp
     o_q = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_q, m_d = o_q < n_columns, o_d < d_inp
     total = tl.zeros([BLOCK_Q, BLOCK_D], T)
-    b_sum = tl.zeros([BLOCK_I, BLOCK_Q], T)
-    for start in range(first, end, BLOCK_I):
-        o_r = start + tl.arange(0, BLOCK_I)
+    b_sum = tl.zeros([BLOCK_Q], T)
+    for t in tl.range(tile, last, num_stages=STAGES):
+        if WHOLE:
+            _, first, end = tile_of(tiles, n_inp, per_sample, t, BLOCK_I, PACKED)
+            o_r = first + tl.arange(0, BLOCK_I)
+        else:
+            o_r = first + (t - tile) * BLOCK_I + tl.arange(0, BLOCK_I)
         m_i = o_r < end
         if UNUSED:
             m_i = rows_used(tl.load(f + o_r, mask=m_i, other=0.0), m_i, UNUSED)
         m = m_i[:, None] & m_q[None, :]
-        b_pairs = tl.load(pairs + o_r[:, None] * pairs_i + pairs_0 + o_q[None, :], mask=m, other=0.0)
+        b_pairs = tl.load(pairs + o_r[:, None] * n_columns + o_q[None, :], mask=m, other=0.0)
         b_x = tl.load(x + o_r[:, None] * x_i + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0)
-        total = multiply(tl.trans(b_pairs.to(OPERAND)), b_x.to(OPERAND), total, PRECISION)
-        b_sum += b_pairs
+        if HALF:
+            top, b_sums = tl.load(tops + t), tl.load(sums + t * n_columns + o_q, mask=m_q, other=0.0)
+            if WHOLE and PACKED:  # slots without rows have neither
+                top, b_sums = tl.where(first < end, top, 0.0), tl.where(first < end, b_sums, 0.0)
+            # Without the units at once: in them sums could leave the range of float32.
+            total += tl.dot(tl.trans(b_pairs), b_x) * (top * (1.0 / 2**28))
+            b_sum += b_sums
+        else:
+            total = multiply(tl.trans(b_pairs.to(OPERAND)), b_x.to(OPERAND), total, PRECISION)
+            b_sum += tl.sum(b_pairs, 0)
     p_out = out + (part * n_columns + o_q[:, None]) * d_inp + o_d[None, :]
     tl.store(p_out, total, mask=m_q[:, None] & m_d[None, :])
     if tl.program_id(0) == 0:
-        tl.store(totals + part * n_columns + o_q, tl.sum(b_sum, 0), mask=m_q)
+        tl.store(totals + part * n_columns + o_q, b_sum, mask=m_q)
 
 
 @triton.jit
@@ -496,8 +648,11 @@ def lengths_kernel(
 
 
 @triton.jit
-def fill_table(table, n_slots, cu_seqlens, o, n_rows, n_batch, steps, half, BLOCK: tl.constexpr):
+def fill_table(table, n_slots, cu_seqlens, o, n_rows, n_batch, steps, half, BLOCK: tl.constexpr,
+               TILE: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Write some slots of a table of tiles or parts: the sample, the first row, the row after the last.
+
+    The fourth column of parts is the slot of their first tile.
 
     Tile k of sample b has the slot ``start // BLOCK + b + k``. No two share one, since a sample of n rows
     crosses at least cdiv(n, BLOCK) - 1 multiples of BLOCK. A binary search finds the sample of a slot.
@@ -516,22 +671,25 @@ def fill_table(table, n_slots, cu_seqlens, o, n_rows, n_batch, steps, half, BLOC
     first = start + k * BLOCK
     used = (k >= 0) & (first < end)
     m = o < n_slots
-    tl.store(table + 3 * o, b, mask=m)
-    tl.store(table + 3 * o + 1, tl.where(used, first, 0), mask=m)
-    tl.store(table + 3 * o + 2, tl.where(used, tl.minimum(first + BLOCK, end), 0), mask=m)
+    table += COLUMNS * o
+    tl.store(table, b, mask=m)
+    tl.store(table + 1, tl.where(used, first, 0), mask=m)
+    tl.store(table + 2, tl.where(used, tl.minimum(first + BLOCK, end), 0), mask=m)
+    if COLUMNS == 4:
+        tl.store(table + 3, start // TILE + b + k * (BLOCK // TILE), mask=m)
 
 
 @triton.jit(debug=True)
 def segments_kernel(
-    cu_seqlens, sqrt_n_inp, tiles, parts,  # [b + 1], [b], [t, 3], [p, 3]
+    cu_seqlens, sqrt_n_inp, tiles, parts,  # [b + 1], [b], [t, 3], [p, 4]
     n_rows, n_batch, n_tiles, n_parts,
     steps, half,  # of a binary search: 2 half is the least power of two that is not less than n_batch
     TILE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Of packed samples: sqrt(n_inp), and the tables of tiles and of parts."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    fill_table(tiles, n_tiles, cu_seqlens, o, n_rows, n_batch, steps, half, TILE)
-    fill_table(parts, n_parts, cu_seqlens, o, n_rows, n_batch, steps, half, PART)
+    fill_table(tiles, n_tiles, cu_seqlens, o, n_rows, n_batch, steps, half, TILE, TILE, 3)
+    fill_table(parts, n_parts, cu_seqlens, o, n_rows, n_batch, steps, half, PART, TILE, 4)
     m = o < n_batch
     start, end = tl.load(cu_seqlens + o, mask=m, other=0), tl.load(cu_seqlens + o + 1, mask=m, other=0)
     right = (start <= end) & ((o > 0) | (start == 0)) & ((o < n_batch - 1) | (end == n_rows))
