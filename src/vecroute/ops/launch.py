@@ -1,13 +1,10 @@
 """Prepared launches: everything that a launch needs, but its pointers, is bound when a plan is made.
 
-A call then costs the host about 8 us for each kernel: Triton's compiled handle is called directly, and small
-products call cuBLAS directly. On a GPU pointers are integers. Where Triton interprets kernels on the CPU,
+A call then costs the host about 10 us for each kernel, since Triton's compiled handle is called directly. On a GPU pointers are integers. Where Triton interprets kernels on the CPU,
 they are tensors.
 """
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -64,79 +61,15 @@ class Launch:
 
 
 class Stream:
-    """Where launches of one pass go: a CUDA stream and its cuBLAS handle, or the interpreter."""
+    """Where launches of one pass go: a CUDA stream, or the interpreter."""
 
-    __slots__ = ("address", "blas", "device", "interpreted")
+    __slots__ = ("address", "device", "interpreted")
 
     def __init__(self, device: torch.device):
         self.interpreted = device.type != "cuda"
         if not self.interpreted:
             self.device: int = torch.cuda.current_device()
             self.address: int = torch._C._cuda_getCurrentRawStream(self.device)
-            self.blas: int = torch.cuda.current_blas_handle()
-
-
-class Product:
-    """out = a @ b of contiguous matrices by cuBLAS, or out += a @ b.
-
-    Args:
-        sizes: rows and columns of out, and the size that is summed over.
-        dtype, out_dtype: of both operands, and of out.
-        transposed: for each operand, whether memory holds its transpose.
-        tf32: whether float32 operands may be rounded to tf32.
-    """
-
-    def __init__(
-        self, sizes: tuple[int, int, int], dtype: torch.dtype, out_dtype: torch.dtype, *,
-        transposed: tuple[bool, bool] = (False, False), tf32: bool = False,
-    ):  # fmt: skip
-        self.sizes, self.transposed, self.dtype, self.out_dtype = sizes, transposed, dtype, out_dtype
-        m, n, k = sizes
-        (a_T, b_T), kind, out = transposed, CUDA_TYPE[dtype], CUDA_TYPE[out_dtype]
-        compute = 70 if out_dtype == torch.float64 else 77 if tf32 and dtype == torch.float32 else 68
-        # cuBLAS counts by columns: for it out^T = b^T a^T.
-        self.before = [int(b_T), int(a_T), n, m, k]
-        self.b, self.a, self.out = (kind, k if b_T else n), (kind, m if a_T else k), (out, n)
-        self.compute = compute, -1  # the default algorithm
-        number = ctypes.c_double if out_dtype == torch.float64 else ctypes.c_float
-        self.one, self.zero = number(1), number(0)
-        self.scales = [ctypes.addressof(number) for number in (self.zero, self.one)]
-
-    def __call__(self, stream: Stream, a: Pointer, b: Pointer, out: Pointer, add: bool = False) -> None:
-        if stream.interpreted:
-            return self.interpret(a, b, out, add)
-        one, beta = self.scales[1], self.scales[add]
-        status = gemm()(
-            stream.blas, *self.before, one, b, *self.b, a, *self.a, beta, out, *self.out, *self.compute
-        )
-        if status:
-            raise RuntimeError(f"cuBLAS could not multiply {self.sizes}: status {status}")
-
-    def interpret(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-        m, n, k = self.sizes
-        a = a.view(k, m).mT if self.transposed[0] else a.view(m, k)  # [m, k]
-        b = b.view(n, k).mT if self.transposed[1] else b.view(k, n)  # [k, n]
-        product = a.to(self.out_dtype) @ b.to(self.out_dtype)  # [m, n]
-        out = out.view(m, n)  # [m, n]
-        out.add_(product) if add else out.copy_(product)
-
-    def __repr__(self) -> str:
-        return f"cuBLAS {' x '.join(map(str, self.sizes))}"
-
-
-# Numbers of cudaDataType, as cuBLAS takes them.
-CUDA_TYPE = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 14}
-
-
-@cache
-def gemm() -> Any:
-    """cublasGemmEx of the library that PyTorch has loaded."""
-    major = (torch.version.cuda or "").partition(".")[0]
-    function = ctypes.CDLL(f"libcublas.so.{major}").cublasGemmEx
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
-    operand = [pointer, integer, integer]
-    function.argtypes = [pointer, *[integer] * 5, pointer, *operand, *operand, pointer, *operand, integer, integer]
-    return function
 
 
 class Memory:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops.common import Weights, compute_dtype
+from vecroute.ops.common import Weights
 from vecroute.ops.launch import Stream
 from vecroute.ops.paths.batch.steps import Steps, Sum
 
@@ -17,9 +17,6 @@ from vecroute.ops.paths.batch.steps import Steps, Sum
 def arguments(x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None):
     """Tensors as the kernels take them: contiguous, aligned, masks of every sample as bytes."""
     w = {name: aligned(t) for name, t in weights._asdict().items() if t is not None}
-    dtype = compute_dtype(x_inp.dtype)
-    if w["W_F2"].dtype != dtype:  # operands of products
-        w |= {name: w[name].to(dtype) for name in ("W_F2", "W_G1")}
     if input_mask is not None:
         input_mask = aligned(input_mask.expand(x_inp.shape[:-1])).view(torch.uint8)  # [..., i]
     use = None if pair_mask is None else flat_mask(pair_mask, x_inp).view(torch.uint8)  # [b, i, j]
@@ -53,20 +50,16 @@ def forward(steps: Steps, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, 
     n, tiles = kept["sqrt_n_inp"], kept.get("tiles", none)
     if steps.packed:
         steps.segments(stream, cu, n, tiles, kept["parts"])
+    betas = at.get("beta_use", none), at.get("beta_ign", none)
+    shared, bias, shared_tops = (kept.get(name, none) for name in ("shared", "bias", "shared_tops"))
+    if case.variable:
+        of_c = at["W_use"], at["W_ign"], at["B_use"], at["B_ign"], at["W_A"]
+        steps.shared_rows(stream, *of_c, input_mask, n, shared, shared_tops, bias)
     else:
         steps.lengths(stream, input_mask, n)
     x_half, x_tops, M_tops = kept.get("x", none), kept.get("x_tops", none), kept.get("M_tops", none)
     steps.inputs(stream, x, at["W_A"], at["B_A"], n, input_mask, use, tiles, f, x_half, x_tops)
     x = x_half if steps.half else x
-    betas = at.get("beta_use", none), at.get("beta_ign", none)
-    shared, bias, shared_tops = (kept.get(name, none) for name in ("shared", "bias", "shared_tops"))
-    if case.variable:
-        rows = t["rows"] if steps.half else shared
-        steps.shared_rows(
-            stream, at["W_use"], at["W_ign"], at["B_use"], at["B_ign"], at["W_A"], rows, bias
-        )
-        if steps.half:
-            steps.shared_halves(stream, rows, shared, shared_tops)
     c = (kept["c"], kept["c"]) if case.variable else betas
     to_sum = t["phi"], t["tops"], t["tile_sums"]
     for k in range(case.n_iters):
@@ -78,21 +71,16 @@ def forward(steps: Steps, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, 
                 stream, x, M, x_tops, M_tops, *c, at["W_S"], at["B_S"], f, use, tiles, *to_sum, phi_out
             )
         y, s = kept[f"y{k}"], kept[f"s{k}"]
-        add_up(stream, steps.sum_pairs_j, to_sum, x, f, tiles, kept.get("parts", none), cu, t, "sum", y, s)
+        add_up(stream, steps.sum_pairs_j, to_sum, x, f, (none, none, tiles, kept.get("parts", none)), cu, t, "sum", y, s)
         x_out_k = address(stream, x_out) if k == steps.last else kept[f"before{k}"]
-        steps.outputs(stream, y, s, n, at["W_F1"], at["B_F2"], t["u"], x_out_k)
-        steps.out_product(stream, t["u"], at["W_F2"], x_out_k, add=True)
-        if k == steps.last:
-            break
-        v = x_out_k
-        if steps.h > 1:
-            v = t["v"]
-            steps.normalize(stream, x_out_k, v)
-        steps.predict(stream, v, at["W_G1"], kept[f"g{k}"])
-        rows = t["rows"] if steps.half else M
-        steps.scores_matrix[k](stream, kept[f"g{k}"], at["W_G2"], at["B_G2"], at["W_S"], rows)
-        if steps.half:
-            steps.x_hat_halves[k](stream, rows, M, M_tops)
+        steps.outputs(stream, y, s, n, at["W_F1"], at["W_F2"], at["B_F2"], x_out_k)
+        if k < steps.last:
+            rows = t["rows"] if steps.half else M
+            steps.predictions[k](
+                stream, x_out_k, at["W_G1"], at["W_G2"], at["B_G2"], at["W_S"], kept[f"g{k}"], rows
+            )
+            if steps.half:
+                steps.x_hat_halves[k](stream, rows, M, M_tops)
     return x_out, saved
 
 
@@ -119,9 +107,9 @@ def backward(
     x_tops, M_tops, shared_tops = (kept.get(name, none) for name in ("x_tops", "M_tops", "shared_tops"))
     c = (kept["c"], kept["c"]) if case.variable else (at["beta_use"], at["beta_ign"])
     to_sum = t["to_sum"], t["tops"], t["tile_sums"]
-    pairs = t["results"], t.get("grad_c", none), t["grad_f"], parts, *to_sum
+    tops = t["row_tops"]  # of the iterations, as input_gradient reads them: the first last
+    after = t.get("grad_c", none), t["grad_f"], parts, *to_sum
     for k in reversed(range(case.n_iters)):
-        fresh = k == steps.last
         steps.grad_u(stream, grad_out, at["W_F2"], t["grad_u"])
         grad_y = t["rows"] if steps.half else M
         steps.outputs_backward[k](
@@ -130,18 +118,21 @@ def backward(
         )  # fmt: skip
         if steps.half:
             steps.grad_y_halves[k](stream, grad_y, M, M_tops)
-        steps.grad_W_F2(stream, t["u"], grad_out, to["W_F2"], add=not fresh)
+        steps.grad_W_F2[k](stream, t["u"], grad_out, to["W_F2"])
         if k == 0:
             steps.first_backward(
-                stream, x, M, x_tops, M_tops, shared_tops, *c, f, n, t["grad_s"], use, tiles, *pairs
-            )
+                stream, x, M, x_tops, M_tops, shared_tops, *c, f, n, t["grad_s"], use, tiles, t["results"],
+                row(stream, steps, tops, steps.last), *after,
+            )  # fmt: skip
             break
         steps.next_backward[k](
-            stream, x, M, x_tops, M_tops, *c, at["W_S"], at["B_S"], f, t["grad_s"], use, tiles, *pairs
-        )
+            stream, x, M, x_tops, M_tops, *c, at["W_S"], at["B_S"], f, t["grad_s"], use, tiles, t["results"],
+            row(stream, steps, tops, k - 1), *after,
+        )  # fmt: skip
         grad_x_hat, sums = t["grad_x_hat"], t["sums"]
         add_up(
-            stream, steps.sum_pairs_j, to_sum, x, f, tiles, kept.get("parts", none), cu, t, "sum", grad_x_hat, sums
+            stream, steps.sum_pairs_j, to_sum, x, f, (none, none, tiles, kept.get("parts", none)), cu, t, "sum", grad_x_hat,
+            sums,
         )
         g, before = kept[f"g{k - 1}"], kept[f"before{k - 1}"]
         if case.variable:
@@ -155,10 +146,11 @@ def backward(
         if steps.h > 1:
             v = t["v"]
             steps.normalize_backward(stream, t["grad_v"], before, v, grad_out)
-        steps.grad_W_G1(stream, v, t["grad_g"], to["W_G1"], add=not fresh)
+        steps.grad_W_G1[k](stream, v, t["grad_g"], to["W_G1"])
     if case.variable:
         of_shared = t["grad_shared"], t["shared_sums"]
-        add_up(stream, steps.sum_shared, to_sum, x, f, tiles, none, none, t, "whole", *of_shared)
+        of_a = x_tops, t["grad_f"], tiles, none
+        add_up(stream, steps.sum_shared, to_sum, x, f, of_a, none, t, "whole", *of_shared)
         names = "W_use", "W_ign", "B_use", "B_ign", "W_A", "B_A"
         steps.shared_backward(stream, *of_shared, *(to[name] for name in names))
     else:
@@ -168,19 +160,24 @@ def backward(
     if need_grad_x:
         grad_x = torch.empty(x_inp.shape, dtype=x_inp.dtype, device=x_inp.device)
         steps.input_gradient(
-            stream, t["results"], M, kept.get("shared", none), f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
+            stream, t["results"], tops, M, kept.get("shared", none), f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
         )
     return grad_x, grads
 
 
-def add_up(stream: Stream, launches: Sum, pairs: tuple, x, f, tiles, parts, cu_seqlens, t: dict, name: str, out, totals) -> None:
+def add_up(stream: Stream, launches: Sum, pairs: tuple, x, f, others: tuple, cu_seqlens, t: dict, name, out, totals):
     """out [b, q, d] = pairs^T x_inp and totals [b, q], sums over the inputs of each sample, or of all."""
     values, tops, sums = pairs
     many = launches.add is not None
     to = (t[f"{name}_parts"], t[f"{name}_totals"]) if many else (out, totals)
-    launches.parts(stream, values, x, f, tops, sums, tiles, parts, *to)
+    launches.parts(stream, values, x, f, tops, sums, *others, *to)
     if launches.add is not None:
         launches.add(stream, *to, cu_seqlens, out, totals)
+
+
+def row(stream: Stream, steps: Steps, tops, k: int):
+    """Row k of [t, r] numbers."""
+    return tops[k] if stream.interpreted else tops + k * steps.n_rows * steps.dtype.itemsize
 
 
 def address(stream: Stream, t: Tensor):

@@ -81,17 +81,16 @@ def without_units(product, x_tops, M_tops, o_r, o_j, m_i, m_j, HALF: tl.constexp
 
 
 @triton.jit
-def store_to_sum(value, pairs, tops, sums, x_tops, tile, o_r, o_j, m_i, m_j, m, pairs_i, n_columns, first_column,
-                 HALF: tl.constexpr):  # fmt: skip
-    """Store some pairs of a tile for ``sums_kernel``; where HALF in the unit of the tile, and their sums."""
+def store_to_sum(value, pairs, tops, sums, x_tops, tile, o_r, o_j, m_i, m_j, m, n_out, HALF: tl.constexpr):
+    """Store some pairs of a tile for ``sums_kernel``, where HALF in the unit of the tile; and their sums."""
+    value = tl.where(m, value, 0.0)
+    tl.store(sums + tile * n_out + o_j, tl.sum(value, 0), mask=m_j)
     if HALF:
-        value = tl.where(m, value, 0.0)
-        tl.store(sums + tile * n_columns + first_column + o_j, tl.sum(value, 0), mask=m_j)
         value *= tl.load(x_tops + o_r, mask=m_i, other=0.0)[:, None]
         top = top_below(tl.max(tl.max(tl.abs(value), 1), 0))
         tl.store(tops + tile, top)
         value = (value * (16384.0 / top)).to(tl.float16)
-    tl.store(pairs + o_r[:, None] * pairs_i + first_column + o_j[None, :], value, mask=m)
+    tl.store(pairs + o_r[:, None] * n_out + o_j[None, :], value, mask=m)
 
 
 @triton.jit
@@ -153,8 +152,8 @@ def inputs_kernel(
         m_i = m_i & (tl.load(input_mask + o_r, mask=m_i, other=0) != 0)
     if MASKED:
         o_j = tl.arange(0, BLOCK_J)[None, :]
-        m = m_i[:, None] & (o_j < n_out)
-        any_used = tl.load(use + b * use_b + o_i[:, None] * use_i + o_j * use_j, mask=m, other=0)
+        m_pairs = m_i[:, None] & (o_j < n_out)
+        any_used = tl.load(use + b * use_b + o_i[:, None] * use_i + o_j * use_j, mask=m_pairs, other=0)
         m_i = m_i & (tl.max(any_used.to(tl.int32), 1) != 0)
     o_A = o_i if FIXED else o_i * 0
     total = tl.zeros([BLOCK_I, BLOCK_D], T)
@@ -225,7 +224,7 @@ def first_kernel(
     if SHOWN:
         tl.store(phi_out + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=m_all)
     store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j, m_all,
-                 n_out, n_out, 0, HALF)  # fmt: skip
+                 n_out, HALF)  # fmt: skip
 
 
 @triton.jit
@@ -263,7 +262,7 @@ def next_kernel(
     if SHOWN:
         tl.store(phi_out + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=m_all)
     store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j, m_all,
-                 n_out, n_out, 0, HALF)  # fmt: skip
+                 n_out, HALF)  # fmt: skip
 
 
 @triton.jit
@@ -284,7 +283,7 @@ def times_top(value, tops, o_j, m_j, HALF: tl.constexpr):
 def next_backward_kernel(
     x, M, x_tops, M_tops,  # as above; M from row M_0 on: grad_y, then x_hat
     c_sum, c_ign, W_S, B_S, f, grad_s, use, tiles,  # as above; [b, j]
-    results,  # [r, q] from column M_0 on: phi and the gradient of dot, times the tops of M
+    results, tops,  # [r, q] from column M_0 on: phi and the gradient of dot, times the tops of M; [r] their unit
     grad_c, grad_f, parts,  # [r, 2 j] of c_sum and c_ign where not FIXED; [r]; [4, b, i, j] where FIXED
     to_sum, sum_tops, sums,  # [r, j] the gradient of dot, [n], [n, j]
     n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
@@ -324,8 +323,6 @@ def next_backward_kernel(
     grad_phi = tl.where(m_used, grad_phi, 0.0)
     u = tl.where(m_used, b_sum * R - b_ign, 0.0)
     add_to(grad_f + o_r, tl.sum(u * grad_phi, 1), m_i, FRESH)
-    p_results = results + o_r[:, None] * results_i + M_0 + o_j[None, :]
-    tl.store(p_results, times_top(u * b_f[:, None], M_tops, o_j, m_j, HALF), mask=m)
     grad_phi *= b_f[:, None]
     of_R = R * (b_sum * grad_phi)
     # The same products as in the sum, so that nothing is left where one output has all of R.
@@ -343,25 +340,35 @@ def next_backward_kernel(
         p_c = grad_c + o_r[:, None] * (2 * n_out) + o_j[None, :]
         add_to(p_c, R * grad_phi, m, FRESH)
         add_to(p_c + n_out, -grad_phi, m, FRESH)
-    tl.store(p_results + n_out, times_top(grad_z, M_tops + n_out, o_j, m_j, HALF), mask=m)
+    b_phi = times_top(u * b_f[:, None], M_tops, o_j, m_j, HALF)
+    of_dot = times_top(grad_z, M_tops + n_out, o_j, m_j, HALF)
+    if HALF:
+        top = top_below(tl.max(tl.maximum(tl.abs(b_phi), tl.abs(of_dot)), 1))
+        tl.store(tops + o_r, top, mask=m_i)
+        unit = (16384.0 / top)[:, None]
+        b_phi, of_dot = (b_phi * unit).to(tl.float16), (of_dot * unit).to(tl.float16)
+    p_results = results + o_r[:, None] * results_i + M_0 + o_j[None, :]
+    tl.store(p_results, b_phi, mask=m)
+    tl.store(p_results + n_out, of_dot, mask=m)
     store_to_sum(grad_z, to_sum, sum_tops, sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j, m, n_out,
-                 n_out, 0, HALF)  # fmt: skip
+                 HALF)  # fmt: skip
 
 
 @triton.jit
 def first_backward_kernel(
-    x, M, x_tops, M_tops, shared_tops,  # as above; M from row M_0 on: grad_y; [q] tops of rows for c_sum, c_ign, a_inp
+    x, M, x_tops, M_tops, shared_tops,  # as above; M from row M_0 on: grad_y; [2 j] tops of rows for c_sum and c_ign
     c_sum, c_ign, f, sqrt_n_inp, grad_s, use, tiles,  # as above
-    results,  # [r, q] from column M_0 on: phi; where not FIXED from column n_M on: c_sum, c_ign, a_inp, zeros
+    results, tops,  # [r, q] from column M_0 on: phi, and where not FIXED the gradients of c_sum and c_ign; [r]
     grad_c, grad_f, parts,  # as above; grad_f turns into the gradient of W_A x_inp
-    to_sum, sum_tops, sums,  # [r, n_shared] where not FIXED: the same columns, and that of a_inp without sqrt(n_inp)
-    n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b, n_shared,
+    to_sum, sum_tops, sums,  # where not FIXED [r, 2 j] these gradients, [n], [n, 2 j + 1] with that of a_inp
+    n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
     PRIOR: tl.constexpr, FRESH: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr,
     PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The gradient of ``first_kernel``, after that of every later iteration."""
-    b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(0), BLOCK_I, PACKED)
+    tile = tl.program_id(0).to(tl.int64)
+    b, first, end = tile_of(tiles, n_inp, per_sample, tile, BLOCK_I, PACKED)
     if first >= end:
         return
     o_r, o_j = first + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_J)
@@ -380,86 +387,86 @@ def first_backward_kernel(
     grad_phi += tl.load(grad_s + b * n_out + o_j, mask=m_j, other=0.0)[None, :]
     grad_phi = tl.where(m_used, grad_phi, 0.0)
     u = tl.where(m_used, b_sum * R - b_ign, 0.0)
-    p_results = results + o_r[:, None] * results_i + o_j[None, :]
-    tl.store(p_results + M_0, times_top(u * b_f[:, None], M_tops + M_row, o_j, m_j, HALF), mask=m)
     grad_a = tl.sum(u * grad_phi, 1)
     if not FRESH:
         grad_a += tl.load(grad_f + o_r, mask=m_i, other=0.0)
     grad_a = tl.where(m_i, grad_a * b_f * (1.0 - b_f), 0.0)
-    scaled = grad_a / tl.load(sqrt_n_inp + b)
-    tl.store(grad_f + o_r, scaled, mask=o_r < end)
+    tl.store(grad_f + o_r, grad_a / tl.load(sqrt_n_inp + b), mask=o_r < end)
+    b_phi = times_top(u * b_f[:, None], M_tops + M_row, o_j, m_j, HALF)
     grad_phi *= b_f[:, None]
     of_sum, of_ign = R * grad_phi, -grad_phi
+    p_results = results + o_r[:, None] * results_i + M_0 + o_j[None, :]
     if FIXED:
         p_parts = parts + b * part_b + o_i[:, None] * n_out + o_j[None, :]
         step = tl.num_programs(0) // per_sample * part_b
         m_all = (o_r < end)[:, None] & m_j[None, :]
         add_to(p_parts, of_sum, m_all, FRESH)
         add_to(p_parts + step, (R - 1.0) * grad_phi, m_all, FRESH)
-    else:
-        if not FRESH:
-            p_c = grad_c + o_r[:, None] * (2 * n_out) + o_j[None, :]
-            of_sum += tl.load(p_c, mask=m, other=0.0)
-            of_ign += tl.load(p_c + n_out, mask=m, other=0.0)
-        p_results += n_M
-        tl.store(p_results, times_top(of_sum, shared_tops, o_j, m_j, HALF), mask=m)
-        tl.store(p_results + n_out, times_top(of_ign, shared_tops + n_out, o_j, m_j, HALF), mask=m)
-        o_a = tl.arange(0, 16)[None, :]  # columns of a_inp, with and without sqrt(n_inp), and zeros
-        m_a = m_i[:, None] & (o_a < n_shared - 2 * n_out)
-        b_a = tl.where(o_a == 0, scaled[:, None], 0.0)
-        top_a = tl.load(shared_tops + 2 * n_out) if HALF else 1.0
-        tl.store(results + o_r[:, None] * results_i + n_M + 2 * n_out + o_a, b_a * top_a, mask=m_a)
-        b_a += tl.where(o_a == 1, grad_a[:, None], 0.0)
-        p_sum = to_sum + o_r[:, None] * n_shared + o_j[None, :]
-        p_a = to_sum + o_r[:, None] * n_shared + 2 * n_out + o_a
         if HALF:
-            tile = tl.program_id(0).to(tl.int64)
-            of_sum, of_ign = tl.where(m, of_sum, 0.0), tl.where(m, of_ign, 0.0)
-            p_sums = sums + tile * n_shared
-            tl.store(p_sums + o_j, tl.sum(of_sum, 0), mask=m_j)
-            tl.store(p_sums + n_out + o_j, tl.sum(of_ign, 0), mask=m_j)
-            tl.store(p_sums + 2 * n_out + tl.arange(0, 16), tl.sum(b_a, 0), mask=tl.arange(0, 16) < n_shared - 2 * n_out)
-            x_top = tl.load(x_tops + o_r, mask=m_i, other=0.0)[:, None]
-            greatest = tl.maximum(tl.max(tl.maximum(tl.abs(of_sum), tl.abs(of_ign)) * x_top, 1), tl.max(tl.abs(b_a) * x_top, 1))
-            top = top_below(tl.max(greatest, 0))
-            tl.store(sum_tops + tile, top)
-            unit = x_top * (16384.0 / top)
-            tl.store(p_sum, (of_sum * unit).to(tl.float16), mask=m)
-            tl.store(p_sum + n_out, (of_ign * unit).to(tl.float16), mask=m)
-            tl.store(p_a, (b_a * unit).to(tl.float16), mask=m_a)
-        else:
-            tl.store(p_sum, of_sum, mask=m)
-            tl.store(p_sum + n_out, of_ign, mask=m)
-            tl.store(p_a, b_a, mask=m_a)
+            top = top_below(tl.max(tl.abs(b_phi), 1))
+            tl.store(tops + o_r, top, mask=m_i)
+            b_phi = (b_phi * (16384.0 / top)[:, None]).to(tl.float16)
+        tl.store(p_results, b_phi, mask=m)
+        return
+    if not FRESH:
+        p_c = grad_c + o_r[:, None] * (2 * n_out) + o_j[None, :]
+        of_sum += tl.load(p_c, mask=m, other=0.0)
+        of_ign += tl.load(p_c + n_out, mask=m, other=0.0)
+    p_sum = to_sum + o_r[:, None] * (2 * n_out) + o_j[None, :]
+    p_sums = sums + tile * (2 * n_out + 1)
+    tl.store(p_sums + 2 * n_out, tl.sum(grad_a, 0))
+    tl.store(p_sums + o_j, tl.sum(of_sum, 0), mask=m_j)
+    tl.store(p_sums + n_out + o_j, tl.sum(of_ign, 0), mask=m_j)
+    if HALF:
+        x_top = tl.load(x_tops + o_r, mask=m_i, other=0.0)[:, None]
+        top = top_below(tl.max(tl.max(tl.maximum(tl.abs(of_sum), tl.abs(of_ign)) * x_top, 1), 0))
+        tl.store(sum_tops + tile, top)
+        unit = x_top * (16384.0 / top)
+        tl.store(p_sum, (of_sum * unit).to(tl.float16), mask=m)
+        tl.store(p_sum + n_out, (of_ign * unit).to(tl.float16), mask=m)
+        of_sum = times_top(of_sum, shared_tops, o_j, m_j, HALF)
+        of_ign = times_top(of_ign, shared_tops + n_out, o_j, m_j, HALF)
+        greatest = tl.maximum(tl.abs(b_phi), tl.maximum(tl.abs(of_sum), tl.abs(of_ign)))
+        row_top = top_below(tl.max(greatest, 1))
+        tl.store(tops + o_r, row_top, mask=m_i)
+        unit = (16384.0 / row_top)[:, None]
+        b_phi = (b_phi * unit).to(tl.float16)
+        of_sum, of_ign = (of_sum * unit).to(tl.float16), (of_ign * unit).to(tl.float16)
+    else:
+        tl.store(p_sum, of_sum, mask=m)
+        tl.store(p_sum + n_out, of_ign, mask=m)
+    tl.store(p_results, b_phi, mask=m)
+    tl.store(p_results + n_out, of_sum, mask=m)
+    tl.store(p_results + 2 * n_out, of_ign, mask=m)
 
 
 @triton.jit
 def pairs_times_M(total, pairs, M, o_r, o_d, m_i, m_d, n_columns, pairs_i, M_i, BLOCK_K: tl.constexpr,
-                  HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """total + pairs M of a tile and some features."""
     for k in range(0, n_columns, BLOCK_K):
         o_k = k + tl.arange(0, BLOCK_K)
         m_k = o_k < n_columns
         m_pairs, m_M = m_i[:, None] & m_k[None, :], m_k[:, None] & m_d[None, :]
-        b_pairs = tl.load(pairs + o_r[:, None] * pairs_i + o_k[None, :], mask=m_pairs, other=0.0)
+        b_pairs = tl.load(pairs + o_r[:, None] * pairs_i + o_k[None, :], mask=m_pairs, other=0.0).to(OPERAND)
         b_M = tl.load(M + o_k[:, None] * M_i + o_d[None, :], mask=m_M, other=0.0).to(OPERAND)
-        if HALF:
-            top = top_below(tl.max(tl.abs(b_pairs), 1))[:, None]
-            total += tl.dot((b_pairs * (16384.0 / top)).to(tl.float16), b_M) * (top * (1.0 / 2**28))
-        else:
-            total = multiply(b_pairs.to(OPERAND), b_M, total, PRECISION)
+        total = multiply(b_pairs, b_M, total, PRECISION)
     return total
 
 
 @triton.jit
 def input_gradient_kernel(
-    results, M, shared, f, grad_a, W_A, tiles,  # [r, q], [b, n_M, d], [n_shared, d], [r], [r], [i, d] where FIXED
+    results, tops, M, shared, f, grad_a, W_A, tiles,  # [r, q], [t, r], [b, n_M, d], [2 j, d], [r], [r], [1 or i, d]
     grad_x,  # [r, d]
-    n_inp, per_sample, n_M, n_shared, d_inp, results_i, M_i, n_blocks,
-    FIXED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
+    n_inp, per_sample, n_out, n_M, d_inp, results_i, M_i, n_rows, n_blocks,
+    N_ITERS: tl.constexpr, FIXED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """grad_x = results M, plus grad_a W_A where FIXED; 0 at inputs that are not used."""
+    """grad_x = results M + grad_a W_A; 0 at inputs that are not used.
+
+    The results of each iteration have units of their own; those of the first come last.
+    """
     # Neighbouring programs share rows of results, which then come from the cache.
     pid = tl.program_id(0)
     b, first, end = tile_of(tiles, n_inp, per_sample, pid // n_blocks, BLOCK_I, PACKED)
@@ -469,17 +476,23 @@ def input_gradient_kernel(
     o_d = pid % n_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < d_inp
     m_i = rows_used(tl.load(f + o_r, mask=o_r < end, other=0.0), o_r < end, UNUSED)
-    total = tl.zeros([BLOCK_I, BLOCK_D], T)
-    total = pairs_times_M(total, results, M + b * n_M * M_i, o_r, o_d, m_i, m_d, n_M, results_i, M_i, BLOCK_K, HALF,
-                          OPERAND, PRECISION)  # fmt: skip
     m = m_i[:, None] & m_d[None, :]
-    if FIXED:
-        o_W = (o_r - b * n_inp)[:, None] * d_inp + o_d[None, :]
-        b_a = tl.load(grad_a + o_r, mask=m_i, other=0.0)
-        total += b_a[:, None] * tl.load(W_A + o_W, mask=m, other=0.0).to(T)
-    else:
-        total = pairs_times_M(total, results + n_M, shared, o_r, o_d, m_i, m_d, n_shared, results_i, M_i, BLOCK_K, HALF,
-                              OPERAND, PRECISION)  # fmt: skip
+    o_W = ((o_r - b * n_inp) if FIXED else o_r * 0)[:, None] * d_inp + o_d[None, :]
+    b_a = tl.load(grad_a + o_r, mask=m_i, other=0.0)
+    M += b * n_M * M_i
+    total = tl.zeros([BLOCK_I, BLOCK_D], T)
+    for t in tl.static_range(N_ITERS):
+        part = tl.zeros([BLOCK_I, BLOCK_D], T)
+        n_columns = 2 * n_out if t < N_ITERS - 1 else n_out
+        part = pairs_times_M(part, results + t * 2 * n_out, M + t * 2 * n_out * M_i, o_r, o_d, m_i, m_d, n_columns, results_i,
+                             M_i, BLOCK_K, OPERAND, PRECISION)  # fmt: skip
+        if t == N_ITERS - 1 and not FIXED:
+            part = pairs_times_M(part, results + n_M, shared, o_r, o_d, m_i, m_d, 2 * n_out, results_i, M_i, BLOCK_K,
+                                 OPERAND, PRECISION)  # fmt: skip
+        if HALF:
+            part *= (tl.load(tops + t * n_rows + o_r, mask=m_i, other=0.0) * (1.0 / 2**28))[:, None]
+        total += part
+    total += b_a[:, None] * tl.load(W_A + o_W, mask=m, other=0.0).to(T)
     total = tl.where(m_i[:, None], total, 0.0)
     p_x = grad_x + o_r[:, None] * d_inp + o_d[None, :]
     tl.store(p_x, total.to(grad_x.dtype.element_ty), mask=(o_r < end)[:, None] & m_d[None, :])
@@ -487,8 +500,8 @@ def input_gradient_kernel(
 
 @triton.jit
 def sums_kernel(
-    pairs, x, f, tops, sums, tiles, parts,  # [r, q], [r, d], [r]; where HALF [n], [n, q]; where PACKED [n, 3], [p, 4]
-    out, totals,  # [p, q, d], [p, q]: for each part of a sample, or of all rows
+    pairs, x, f, tops, sums, x_tops, grad_a, tiles, parts,  # [r, q], [r, d], [r], [n], [n, n_sums], [r], [r], tables
+    out, totals,  # [p, q or q + 1, d], [p, n_sums]: for each part of a sample, or of all rows
     n_inp, per_sample, n_columns, d_inp, x_i, n_tiles, n_parts,  # how many tiles and parts a sample has
     WHOLE: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, PART: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -496,7 +509,8 @@ def sums_kernel(
 ):  # fmt: skip
     """Sums over inputs: pairs^T x, and pairs. A part has up to PART tiles of one sample, or of all if WHOLE.
 
-    BLOCK_I are the rows of a tile, also in the kernels that stored the pairs.
+    If WHOLE the gradients of W_A and B_A come too, as one more row of out and of totals: grad_a^T x, and what the
+    tiles have summed. BLOCK_I are the rows of a tile, also in the kernels that stored the pairs.
     """
     part = tl.program_id(1).to(tl.int64)
     first, end = part * 0, part * 0
@@ -517,8 +531,11 @@ def sums_kernel(
     o_q = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_q, m_d = o_q < n_columns, o_d < d_inp
+    n_sums = n_columns + 1 if WHOLE else n_columns  # one more for a_inp
     total = tl.zeros([BLOCK_Q, BLOCK_D], T)
     b_sum = tl.zeros([BLOCK_Q], T)
+    of_W_A = tl.zeros([BLOCK_I, BLOCK_D], T)
+    of_B_A = tl.zeros([1], T)
     for t in tl.range(tile, last, num_stages=STAGES):
         if WHOLE:
             _, first, end = tile_of(tiles, n_inp, per_sample, t, BLOCK_I, PACKED)
@@ -531,20 +548,31 @@ def sums_kernel(
         m = m_i[:, None] & m_q[None, :]
         b_pairs = tl.load(pairs + o_r[:, None] * n_columns + o_q[None, :], mask=m, other=0.0)
         b_x = tl.load(x + o_r[:, None] * x_i + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0)
+        m_tile = first < end  # packed samples leave tiles without rows
+        b_sums = tl.load(sums + t * n_sums + o_q, mask=m_q, other=0.0)
+        b_sum += tl.where(m_tile, b_sums, 0.0) if WHOLE else b_sums
+        if WHOLE:
+            b_a = tl.load(grad_a + o_r, mask=m_i, other=0.0)
+            if HALF:
+                b_a *= tl.load(x_tops + o_r, mask=m_i, other=0.0)
+            of_W_A += b_a[:, None] * b_x.to(T)
+            of_B_A += tl.where(m_tile, tl.load(sums + t * n_sums + n_columns + tl.arange(0, 1)), 0.0)
         if HALF:
-            top, b_sums = tl.load(tops + t), tl.load(sums + t * n_columns + o_q, mask=m_q, other=0.0)
-            if WHOLE and PACKED:  # slots without rows have neither
-                top, b_sums = tl.where(first < end, top, 0.0), tl.where(first < end, b_sums, 0.0)
+            top = tl.load(tops + t)
+            top = tl.where(m_tile, top, 0.0) if WHOLE else top
             # Without the units at once: in them sums could leave the range of float32.
             total += tl.dot(tl.trans(b_pairs), b_x) * (top * (1.0 / 2**28))
-            b_sum += b_sums
         else:
             total = multiply(tl.trans(b_pairs.to(OPERAND)), b_x.to(OPERAND), total, PRECISION)
-            b_sum += tl.sum(b_pairs, 0)
-    p_out = out + (part * n_columns + o_q[:, None]) * d_inp + o_d[None, :]
-    tl.store(p_out, total, mask=m_q[:, None] & m_d[None, :])
+    p_out = out + part * n_sums * d_inp + o_d[None, :]
+    tl.store(p_out + o_q[:, None] * d_inp, total, mask=m_q[:, None] & m_d[None, :])
     if tl.program_id(0) == 0:
-        tl.store(totals + part * n_columns + o_q, b_sum, mask=m_q)
+        tl.store(totals + part * n_sums + o_q, b_sum, mask=m_q)
+    if WHOLE and tl.program_id(2) == 0:
+        b_W = tl.sum(of_W_A, 0) * (1.0 / 2**14 if HALF else 1.0)
+        tl.store(out + (part * n_sums + n_columns) * d_inp + o_d, b_W, mask=m_d)
+        if tl.program_id(0) == 0:
+            tl.store(totals + part * n_sums + n_columns + tl.arange(0, 1), of_B_A)
 
 
 @triton.jit
@@ -552,23 +580,25 @@ def reduce_kernel(
     parts, part_totals, cu_seqlens,  # [n, q d], [n, q], [b + 1] where PACKED
     out, totals,  # [b, q d], [b, q]
     per_sample, n, n_columns, n_rows,  # parts of a sample, q d, q, and the rows of all samples
-    PACKED: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+    PACKED: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of each sample, one after the other."""
+    """Add up the parts of each sample, PARTS at a time."""
     b = tl.program_id(1).to(tl.int64)
     first, last = b * per_sample, (b + 1) * per_sample
     if PACKED:
         start = start_of(cu_seqlens, b, n_rows)
         first = start // PART + b  # as ``segments_kernel`` places them
         last = first + tl.cdiv(tl.maximum(start_of(cu_seqlens, b + 1, n_rows) - start, 0), PART)
-    o = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros([BLOCK_N], T)
-    total_q = tl.zeros([BLOCK_N], T)
-    for part in range(first, last):
-        total += tl.load(parts + part * n + o, mask=o < n, other=0.0)
-        total_q += tl.load(part_totals + part * n_columns + o, mask=o < n_columns, other=0.0)
-    tl.store(out + b * n + o, total, mask=o < n)
-    tl.store(totals + b * n_columns + o, total_q, mask=o < n_columns)
+    o = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros([PARTS, BLOCK_N], T)
+    total_q = tl.zeros([PARTS, BLOCK_N], T)
+    for start in range(first, last, PARTS):
+        part = start + tl.arange(0, PARTS)[:, None]
+        m = part < last
+        total += tl.load(parts + part * n + o, mask=m & (o < n), other=0.0)
+        total_q += tl.load(part_totals + part * n_columns + o, mask=m & (o < n_columns), other=0.0)
+    tl.store(out + b * n + o, tl.sum(total, 0)[None, :], mask=o < n)
+    tl.store(totals + b * n_columns + o, tl.sum(total_q, 0)[None, :], mask=o < n_columns)
 
 
 @triton.jit
@@ -577,7 +607,7 @@ def shared_backward_kernel(
     grad_W_use, grad_W_ign, grad_B_use, grad_B_ign, grad_W_A, grad_B_A,  # [d, j], [d, j], [j], [j], [d], [1]
     n_out, d_inp, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the parameters in the rows of M that all samples share: c_sum, c_ign, and two of a_inp."""
+    """Gradients of the parameters in the rows of M that all samples share: c_sum and c_ign, and of a_inp."""
     j = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_j, m_d = j < n_out, d < d_inp
@@ -594,7 +624,7 @@ def shared_backward_kernel(
         tl.store(grad_B_use + j, b_sum, mask=m_j)
         tl.store(grad_B_ign + j, b_sum + tl.load(sums + n_out + j, mask=m_j, other=0.0), mask=m_j)
         if tl.program_id(0) == 0:
-            tl.store(grad_B_A, tl.load(sums + 2 * n_out + 1))
+            tl.store(grad_B_A, tl.load(sums + 2 * n_out))
 
 
 @triton.jit
@@ -627,24 +657,6 @@ def activations_backward_kernel(
 def start_of(cu_seqlens, b, n_rows):
     """The first row of a sample; wrong offsets are clamped, so that no kernel leaves its tensors."""
     return tl.minimum(tl.maximum(tl.load(cu_seqlens + b), 0), n_rows).to(tl.int64)
-
-
-@triton.jit
-def lengths_kernel(
-    mask, sqrt_n_inp,  # [b, i] where COUNTED, [b]
-    n_inp, COUNTED: tl.constexpr, BLOCK_I: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """sqrt(n_inp) of each sample: of its used inputs, at least 1."""
-    b = tl.program_id(0).to(tl.int64)
-    n = tl.zeros([BLOCK_I], tl.int32)
-    if COUNTED:
-        for start in range(0, n_inp, BLOCK_I):
-            o_i = start + tl.arange(0, BLOCK_I)
-            n += (tl.load(mask + b * n_inp + o_i, mask=o_i < n_inp, other=0) != 0).to(tl.int32)
-        total = tl.sum(n, 0)
-    else:
-        total = n_inp
-    tl.store(sqrt_n_inp + b, tl.sqrt(tl.maximum(total, 1).to(T)))
 
 
 @triton.jit

@@ -6,21 +6,16 @@ import torch
 import triton.language as tl
 
 from vecroute.ops.common import cdiv, compute_dtype, next_power_of_2
-from vecroute.ops.fused_matrix import scores_matrix_backward_kernel, shared_rows_kernel
-from vecroute.ops.fused_norm import normalize_backward_kernel, normalize_kernel
+from vecroute.ops.fused_matrix import scores_matrix_backward_kernel
+from vecroute.ops.fused_norm import normalize_backward_kernel
 from vecroute.ops.fused_pairs import sum_samples_kernel
-from vecroute.ops.fused_steps import (
-    outputs_backward_kernel,
-    outputs_kernel,
-    predictions_backward_kernel,
-    scores_matrix_kernel,
-)
-from vecroute.ops.launch import Launch, Memory, Product
-from vecroute.ops.paths.batch import kernels
+from vecroute.ops.fused_steps import outputs_backward_kernel, predictions_backward_kernel
+from vecroute.ops.launch import Launch, Memory
+from vecroute.ops.paths.batch import kernels, products
 from vecroute.ops.plan import Plan
 
 TILE = 64  # rows of a tile, of one sample
-MULTIPROCESSORS = 132  # of an H200; a sum over inputs is cut into parts until about twice as many programs work
+MULTIPROCESSORS = 132  # of an H200; a sum over inputs is cut into parts until about as many programs work
 TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -46,11 +41,13 @@ class Steps:
         self.T = TL[self.dtype]
         self.x_i = aligned(self.d, 64) if self.half else self.d
         self.n_M = self.n_out * (2 * case.n_iters - 1)  # rows of M that each sample has for itself
-        self.n_shared = aligned(2 * self.n_out + 2) if case.variable else 0  # c_sum, c_ign, two of a_inp, zeros
+        self.n_shared = 2 * self.n_out if case.variable else 0  # those that all share, for c_sum and c_ign
         self.results_i = aligned(self.n_M + self.n_shared, 16)  # so that kernels load 16 bytes at once
         self.unused = case.input_mask or case.use_strides is not None
         self.use = case.use_strides or (0, 0, 0)
         operand = torch.float16 if self.half else plan.operand
+        # How products of small matrices multiply.
+        self.small = {"PRECISION": "ieee" if self.dtype == torch.float64 else "tf32" if case.tf32 else "tf32x3", "T": self.T}
         self.precision = {"HALF": self.half, "OPERAND": TL[operand], "PRECISION": plan.precision, "T": self.T}
         per_sample = 1 if self.packed else cdiv(self.n_inp, TILE)
         n_tiles = cdiv(self.n_rows, TILE) + self.batch if self.packed else self.batch * per_sample
@@ -70,7 +67,7 @@ class Steps:
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         block_q, block_d = sum_blocks(columns)
         programs = batch * cdiv(self.d, block_d) * cdiv(columns, block_q)
-        tiles = cdiv(n_tiles, max(1, min(cdiv(n_tiles, 4), cdiv(2 * MULTIPROCESSORS, programs))))
+        tiles = cdiv(n_tiles, max(1, min(cdiv(n_tiles, 4), cdiv(MULTIPROCESSORS, programs))))
         n = cdiv(n_tiles, tiles)
         return tiles, n, n * batch
 
@@ -99,21 +96,21 @@ class Steps:
         if self.packed:
             saved |= {"tiles": ((n_tiles, 3), torch.int32), "parts": ((n_parts, 4), torch.int32)}
         pairs = self.dtypes("p")[0]
-        temporary = {"phi": ((r, j), pairs), "u": ((b, j, d), f), "v": ((b, j, h), f)}
+        temporary = {"phi": ((r, j), pairs)}
         temporary |= {"tops": ((n_tiles,), f), "tile_sums": ((n_tiles, j), f)}
         back = {
-            "results": ((r, self.results_i), f), "grad_f": ((r,), f), "grad_u": ((b, j, d), f), "u": ((b, j, d), f),
+            "results": ((r, self.results_i), pairs), "row_tops": ((case.n_iters, r), f), "grad_f": ((r,), f), "grad_u": ((b, j, d), f), "u": ((b, j, d), f),
             "v": ((b, j, h), f), "grad_v": ((b, j, h), f), "grad_g": ((b, j, d), f), "grad_s": ((b, j), f),
             "grad_x_hat": ((b, j, d), f), "sums": ((b, j), f), "grad_x_out": ((b, j, h), f),
             "parts_S": ((2, b, j), f), "to_sum": ((r, max(j, q)), pairs), "tops": ((n_tiles,), f),
-            "tile_sums": ((n_tiles, max(j, q)), f),
+            "tile_sums": ((n_tiles, max(j, q + 1)), f),
         }  # fmt: skip
-        rows = {"rows": ((max(b * j, q), d), f)} if self.half else {}  # of M, before they are halves
+        rows = {"rows": ((b * j, d), f)} if self.half else {}  # of M, before they are halves
         sums = {"sum_parts": ((n_parts, j, d), f), "sum_totals": ((n_parts, j), f)}
         if case.variable:
             _, _, n = self.parts(q, whole=True)
-            back |= {"grad_c": ((r, 2 * j), f), "grad_shared": ((q, d), f), "shared_sums": ((q,), f)}
-            back |= {"whole_parts": ((n, q, d), f), "whole_totals": ((n, q), f)}
+            back |= {"grad_c": ((r, 2 * j), f), "grad_shared": ((q + 1, d), f), "shared_sums": ((q + 1,), f)}
+            back |= {"whole_parts": ((n, q + 1, d), f), "whole_totals": ((n, q + 1), f)}
         else:
             back |= {"pair_parts": ((4, b, self.n_inp, j), f)}
         self.saved, self.temporary, self.back = Memory(saved), Memory(temporary | rows | sums), Memory(back | rows | sums)
@@ -127,15 +124,9 @@ class Steps:
         return Launch(kernel, (self.n_tiles, 1, 1), self.dtypes(letters), sizes, **constants)
 
     def make_forward(self) -> None:
-        case, b, j, d, h, f = self.case, self.batch, self.n_out, self.d, self.h, self.dtype
-        self.make_lengths()
+        case, b, j, d, h = self.case, self.batch, self.n_out, self.d, self.h
         kinds = {"FIXED": not case.variable, "MASKED": case.use_strides is not None}
-        if case.variable:
-            self.shared_rows = Launch(
-                shared_rows_kernel, (cdiv(self.n_shared, 32), cdiv(d, 32), 1), self.dtypes("wwwwwff"),
-                (j, self.n_shared, d), PRIOR=0.0, FLAT=False, WITH_SUM=True, BLOCK_Q=32, BLOCK_D=32, T=self.T,
-            )  # fmt: skip
-            self.shared_halves = self.halves(self.n_shared, 1, self.n_shared, 0)
+        self.make_lengths()
         block_d = next_power_of_2(self.x_i) if self.half else min(1024, next_power_of_2(d))
         rows = max(1, min(TILE, 4096 // block_d))
         self.inputs = Launch(
@@ -160,34 +151,50 @@ class Steps:
             for k in range(case.n_iters)
         ]  # fmt: skip
         self.sum_pairs_j = self.sum(j)
-        by_row = row_blocks(max(d, h))
-        n = cdiv(b * j, by_row["BLOCK_R"])
+        block = product_blocks(b * j, h, d)
         self.outputs = Launch(
-            outputs_kernel, (n, 1, 1), self.dtypes("fffwwff"), (b * j, j, d, h), T=self.T, **by_row
+            products.outputs_kernel, block.pop("grid"), self.dtypes("fffwwwf"), (b * j, j, d, h), **self.small, **block
         )
-        self.out_product = Product((b * j, h, d), f, f, tf32=case.tf32)
-        self.normalize = self.by_outputs(normalize_kernel, "ff")
-        self.predict = Product((b * j, d, h), f, f, tf32=case.tf32)
-        by_row = row_blocks(d)
-        n = cdiv(b * j, by_row["BLOCK_R"])
-        # Rows of M, or of what they are before they are halves.
-        stride, offsets = (j * d, [0] * case.n_iters) if self.half else (self.n_M * d, [(2 * k + 1) * j * d for k in range(case.n_iters)])
-        self.scores_matrix = [
+        block = product_blocks(b * j, d, h)
+        grid = block.pop("grid")
+        # x_hat goes to M, or where that has halves to rows of its own.
+        self.predictions = [
             Launch(
-                scores_matrix_kernel, (n, 1, 1), self.dtypes("fwwwf"), (b * j, j, d, stride, offset),
-                FIXED=not case.variable, T=self.T, **by_row,
+                products.predictions_kernel, grid, self.dtypes("fwwwwff"), (b * j, j, d, h, *self.own_rows((2 * k + 1) * j)),
+                FIXED=not case.variable, NORMALIZE=h > 1, **self.small, **block,
             )
-            for offset in offsets
+            for k in range(self.last)
         ]  # fmt: skip
-        self.x_hat_halves = [self.halves(j, b, self.n_M, (2 * k + 1) * j) for k in range(self.last)]
+        self.x_hat_halves = [self.halves(j, b, self.n_M, (2 * k + 1) * j) for k in range(self.last) if self.half]
+
+    def own_rows(self, first: int) -> tuple[int, int]:
+        """The stride of samples and the offset of the first where float32 rows of M go, from row ``first`` on."""
+        return (self.n_out * self.d, 0) if self.half else (self.n_M * self.d, first * self.d)
+
+    def product(self, sizes: tuple[int, int, int], *, transposed: tuple[bool, bool], add: bool = False) -> Launch:
+        """A product of contiguous matrices; for each operand, whether memory holds its transpose."""
+        m, n, k = sizes
+        a = (1, m) if transposed[0] else (k, 1)
+        b = (1, k) if transposed[1] else (n, 1)
+        block = product_blocks(m, n, k)
+        letters = "fwf" if transposed[1] else "fff"  # W_F2 and W_G1 are parameters
+        return Launch(
+            products.product_kernel, block.pop("grid"), self.dtypes(letters), (*sizes, *a, *b), ADD=add, **self.small, **block
+        )
 
     def make_lengths(self) -> None:
-        case, b = self.case, self.batch
-        if not self.packed:
-            self.lengths = Launch(
-                kernels.lengths_kernel, (b, 1, 1), self.dtypes("mf"), (self.n_inp,), COUNTED=case.input_mask,
-                BLOCK_I=1024, T=self.T,
+        """Lengths of samples, and rows of M that all share."""
+        case, b, counts = self.case, self.batch, {"COUNTED": self.case.input_mask, "T": self.T}
+        if case.variable:
+            n = 2 * self.n_out + (0 if self.packed else b)
+            block_d = next_power_of_2(self.x_i) if self.half else min(1024, next_power_of_2(self.d))
+            self.shared_rows = Launch(
+                products.shared_rows_kernel, (n, 1, 1), self.dtypes("wwwwwmfMff"), (self.n_out, self.d, self.x_i, self.n_inp),
+                LENGTHS=not self.packed, HALF=self.half, BLOCK_D=block_d, **counts,
             )  # fmt: skip
+        else:
+            self.lengths = Launch(products.lengths_kernel, (b, 1, 1), self.dtypes("mf"), (self.n_inp,), **counts)
+        if not self.packed:
             return
         tiles, _, n_parts = self.parts(self.n_out)
         steps = (b - 1).bit_length()
@@ -200,15 +207,12 @@ class Steps:
     def blocks(self, forward: bool) -> dict[str, int]:
         """The blocks of kernels over tiles."""
         block_j = max(16, next_power_of_2(self.n_out))
-        few = block_j <= (64 if forward else 32)
+        few = block_j <= (64 if forward else 16)
         block_k = 64 if self.half else 32
-        return {"BLOCK_I": TILE, "BLOCK_J": block_j, "BLOCK_K": block_k, "num_warps": 4 if few else 8, "num_stages": 3}
-
-    def by_outputs(self, kernel: Any, letters: str) -> Launch:
-        """A kernel whose programs have whole output vectors."""
-        n, block = self.batch * self.n_out, next_power_of_2(self.h)
-        rows = max(1, 2048 // block)
-        return Launch(kernel, (cdiv(n, rows), 1, 1), self.dtypes(letters), (n, self.h), BLOCK_R=rows, BLOCK_D=block)
+        # With fewer registers for a thread, more programs are on a multiprocessor at once.
+        registers = {"maxnreg": 128} if self.half and block_j == 64 else {}
+        blocks = {"BLOCK_I": TILE, "BLOCK_J": block_j, "BLOCK_K": block_k, "num_stages": 3}
+        return {**blocks, "num_warps": 4 if few else 8, **registers}
 
     def halves(self, n: int, batch: int, of: int, first: int) -> Launch:
         """Rows [batch, n, d] as halves, into the rows of M [batch, of, x_i] from the first on."""
@@ -223,35 +227,34 @@ class Steps:
         block_q, block_d = sum_blocks(columns)
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         parts = Launch(
-            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q)), self.dtypes("pxfffiiff"),
+            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q)), self.dtypes("pxfffffiiff"),
             (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, PACKED=self.packed,
-            UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=3, num_warps=4,
-            **self.precision,
+            UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=3,
+            num_warps=8 if block_q > 64 or whole else 4, **self.precision,
         )  # fmt: skip
+        n_sums = columns + 1 if whole else columns
         add = Launch(
-            kernels.reduce_kernel, (cdiv(columns * self.d, 1024), batch, 1), self.dtypes("ffoff"),
-            (n, columns * self.d, columns, self.n_rows), PACKED=packed, PART=tiles * TILE, BLOCK_N=1024, T=self.T,
+            kernels.reduce_kernel, (cdiv(n_sums * self.d, 128), batch, 1), self.dtypes("ffoff"),
+            (n, n_sums * self.d, n_sums, self.n_rows), PACKED=packed, PART=tiles * TILE, PARTS=8, BLOCK_N=128, T=self.T,
         )  # fmt: skip
         return Sum(parts, add if packed or n > 1 else None)
 
     def make_backward(self) -> None:
-        case, b, j, d, h, f = self.case, self.batch, self.n_out, self.d, self.h, self.dtype
+        case, b, j, d, h = self.case, self.batch, self.n_out, self.d, self.h
         iterations = range(case.n_iters)
         fresh = [int(k == self.last) for k in iterations]
-        self.grad_u = Product((b * j, d, h), f, f, transposed=(False, True), tf32=case.tf32)
+        self.grad_u = self.product((b * j, d, h), transposed=(False, True))
         sums, by_row = sum_blocks_of_samples(b), row_blocks(h)
         n_W, n_B, n_s = cdiv(j * d, sums["BLOCK_N"]), cdiv(j * h, sums["BLOCK_N"]), cdiv(b * j, by_row["BLOCK_R"])
-        stride = j * d if self.half else self.n_M * d
         self.outputs_backward = [
             Launch(
                 outputs_backward_kernel, (n_W + n_B + n_s, 1, 1), self.dtypes("fffffwwffffff"),
-                (n_W, n_B, b, b * j, j, h, j * d, j * h, stride, 0 if self.half else self.blocks_of[k] * j * d, b, fresh[k],
-                 fresh[k]), ONE=False, ROUNDS=False, T=self.T, **sums, **by_row,
+                (n_W, n_B, b, b * j, j, h, j * d, j * h, *self.own_rows(self.blocks_of[k] * j), b, fresh[k], fresh[k]), ONE=False, ROUNDS=False, T=self.T, **sums, **by_row,
             )
             for k in iterations
         ]  # fmt: skip
-        self.grad_y_halves = [self.halves(j, b, self.n_M, self.blocks_of[k] * j) for k in iterations]
-        self.grad_W_F2 = Product((d, h, b * j), f, f, transposed=(True, False), tf32=case.tf32)
+        self.grad_y_halves = [self.halves(j, b, self.n_M, self.blocks_of[k] * j) for k in iterations if self.half]
+        self.grad_W_F2 = [self.product((d, h, b * j), transposed=(True, False), add=not fresh[k]) for k in iterations]
         self.make_pairs_backward(fresh)
         by_row = row_blocks(d)
         self.scores_matrix_backward = Launch(
@@ -266,9 +269,13 @@ class Steps:
             )
             for k in iterations
         ]  # fmt: skip
-        self.grad_v = Product((b * j, h, d), f, f, transposed=(False, True), tf32=case.tf32)
-        self.normalize_backward = self.by_outputs(normalize_backward_kernel, "ffff")
-        self.grad_W_G1 = Product((h, d, b * j), f, f, transposed=(True, False), tf32=case.tf32)
+        self.grad_v = self.product((b * j, h, d), transposed=(False, True))
+        block = next_power_of_2(h)
+        rows = max(1, 2048 // block)
+        self.normalize_backward = Launch(
+            normalize_backward_kernel, (cdiv(b * j, rows), 1, 1), self.dtypes("ffff"), (b * j, h), BLOCK_R=rows, BLOCK_D=block
+        )
+        self.grad_W_G1 = [self.product((h, d, b * j), transposed=(True, False), add=not fresh[k]) for k in iterations]
 
     def make_pairs_backward(self, fresh: list[int]) -> None:
         case, b, j, d = self.case, self.batch, self.n_out, self.d
@@ -282,12 +289,12 @@ class Steps:
 
         self.next_backward = [
             self.tiles(
-                kernels.next_backward_kernel, f"xMff{c}wwffmiffffpff", sizes(k), blocks, FRESH=bool(fresh[k]), **kinds
+                kernels.next_backward_kernel, f"xMff{c}wwffmipffffpff", sizes(k), blocks, FRESH=bool(fresh[k]), **kinds
             )
             for k in range(case.n_iters)
         ]
         self.first_backward = self.tiles(
-            kernels.first_backward_kernel, f"xMfff{c}fffmiffffpff", (*sizes(0), self.n_shared), blocks, PRIOR=case.prior,
+            kernels.first_backward_kernel, f"xMfff{c}fffmipffffpff", sizes(0), blocks, PRIOR=case.prior,
             FRESH=bool(fresh[0]), **kinds,
         )  # fmt: skip
         if case.variable:
@@ -303,12 +310,13 @@ class Steps:
                 kernels.activations_backward_kernel, (cdiv(self.n_inp, rows), cdiv(d, block_d), 1), self.dtypes("Xfffff"),
                 (b, self.n_inp, d, d), UNUSED=self.unused, BLOCK_I=rows, BLOCK_D=block_d, T=self.T,
             )  # fmt: skip
-        n_blocks = cdiv(d, 128)
+        rows, block_d = TILE, 256 if self.half else 128
+        n_blocks = cdiv(d, block_d)
         self.input_gradient = Launch(
-            kernels.input_gradient_kernel, (self.n_tiles * n_blocks, 1, 1), self.dtypes("fMMffwiX"),
-            (self.n_inp, self.per_sample, self.n_M, self.n_shared, d, self.results_i, self.x_i, n_blocks),
-            FIXED=not case.variable, PACKED=self.packed, UNUSED=self.unused, BLOCK_I=TILE, BLOCK_D=128,
-            BLOCK_K=64 if self.half else 32, num_warps=4, num_stages=3, **self.precision,
+            kernels.input_gradient_kernel, (self.n_tiles * n_blocks, 1, 1), self.dtypes("pfMMffwiX"),
+            (self.n_inp, self.per_sample, j, self.n_M, d, self.results_i, self.x_i, self.n_rows, n_blocks),
+            N_ITERS=case.n_iters, FIXED=not case.variable, PACKED=self.packed, UNUSED=self.unused, BLOCK_I=rows,
+            BLOCK_D=block_d, BLOCK_K=64 if self.half else 32, num_warps=8 if self.half else 4, num_stages=3, **self.precision,
         )  # fmt: skip
 
     def sum_samples(self, k: int, n: int, fresh: int) -> Launch:
@@ -321,7 +329,16 @@ class Steps:
 
 def sum_blocks(columns: int) -> tuple[int, int]:
     """Columns of pairs and features of x_inp that a program of a sum over inputs has."""
-    return max(16, min(64, next_power_of_2(columns))), 128
+    return max(16, min(128, next_power_of_2(columns))), 128
+
+
+def product_blocks(m: int, n: int, k: int) -> dict[str, Any]:
+    """The grid and blocks of a product of small matrices, of enough programs to fill a GPU."""
+    rows = 128 if cdiv(m, 128) * cdiv(n, 128) >= MULTIPROCESSORS // 2 else 64
+    columns = max(16, min(rows, next_power_of_2(n)))
+    grid = cdiv(m, rows), cdiv(n, columns), 1
+    warps = 8 if rows == columns == 128 else 4
+    return {"grid": grid, "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": 32, "num_warps": warps, "num_stages": 3}
 
 
 def row_blocks(n: int) -> dict[str, int]:
@@ -332,5 +349,5 @@ def row_blocks(n: int) -> dict[str, int]:
 
 def sum_blocks_of_samples(b: int) -> dict[str, int]:
     """Samples to sum over, and numbers of each."""
-    block = min(next_power_of_2(b), 32)
+    block = min(next_power_of_2(b), 8 if b <= 64 else 32)
     return {"BLOCK_B": block, "BLOCK_N": 1024 // block}
