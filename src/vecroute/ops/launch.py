@@ -4,7 +4,9 @@ A call then costs the host about 10 us for each kernel, since Triton's compiled 
 they are tensors.
 """
 
+import ctypes
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,15 +63,110 @@ class Launch:
 
 
 class Stream:
-    """Where launches of one pass go: a CUDA stream, or the interpreter."""
+    """Where launches of one pass go: a CUDA stream and its cuBLAS handle, or the interpreter."""
 
-    __slots__ = ("address", "device", "interpreted")
+    __slots__ = ("address", "blas", "device", "interpreted")
 
     def __init__(self, device: torch.device):
         self.interpreted = device.type != "cuda"
         if not self.interpreted:
             self.device: int = torch.cuda.current_device()
             self.address: int = torch._C._cuda_getCurrentRawStream(self.device)
+            self.blas: int = torch.cuda.current_blas_handle()
+
+
+class Product:
+    """out = a @ b of contiguous matrices by cuBLASLt, whose algorithm is chosen when it is first called.
+
+    Args:
+        sizes: rows and columns of out, and the size that is summed over.
+        dtype: float32 or float64, of all three.
+        transposed: for each operand, whether memory holds its transpose.
+        add: whether the product is added to out.
+        tf32: whether float32 operands may be rounded to tf32.
+    """
+
+    def __init__(
+        self, sizes: tuple[int, int, int], dtype: torch.dtype, *, transposed: tuple[bool, bool] = (False, False),
+        add: bool = False, tf32: bool = False,
+    ):  # fmt: skip
+        self.sizes, self.dtype, self.transposed, self.add, self.tf32 = sizes, dtype, transposed, add, tf32
+        number = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
+        self.one, self.beta = number(1), number(int(add))
+        self.prepared: dict[int, tuple] = {}  # by the index of the device
+
+    def __call__(self, stream: Stream, a: Pointer, b: Pointer, out: Pointer) -> None:
+        if stream.interpreted:
+            return self.interpret(a, b, out)
+        prepared = self.prepared.get(stream.device)
+        if prepared is None:
+            prepared = self.prepared[stream.device] = self.prepare(stream)
+        matmul, operation, one, beta, (layout_a, layout_b, layout), algorithm = prepared
+        # cuBLAS counts by columns: for it out^T = b^T a^T.
+        status = matmul(
+            stream.blas, operation, one, b, layout_b, a, layout_a, beta, out, layout, out, layout, algorithm, None, 0,
+            stream.address,
+        )  # fmt: skip
+        check(status, self)
+
+    def prepare(self, stream: Stream) -> tuple:
+        """The function, and what describes the product to it."""
+        lt, (m, n, k), (a_T, b_T) = cublas_lt(), self.sizes, self.transposed
+        double = self.dtype == torch.float64
+        kind, compute = (1, 70) if double else (0, 77 if self.tf32 else 68)
+        operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
+        check(lt.cublasLtMatmulDescCreate(ctypes.byref(operation), compute, kind), self)
+        for attribute, value in ((3, b_T), (4, a_T)):  # whether the first and the second are transposed
+            flag = ctypes.c_int32(int(value))
+            check(lt.cublasLtMatmulDescSetAttribute(operation, attribute, ctypes.byref(flag), 4), self)
+        layouts = []
+        for rows, columns in ((m, k) if a_T else (k, m), (k, n) if b_T else (n, k), (n, m)):
+            layout = ctypes.c_void_p()
+            create = lt.cublasLtMatrixLayoutCreate
+            check(create(ctypes.byref(layout), kind, ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)), self)
+            layouts.append(layout)
+        check(lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), self)
+        found, n_found = (ctypes.c_uint64 * 16)(), ctypes.c_int()  # the algorithm is the first 64 bytes
+        a, b, out = layouts
+        check(
+            lt.cublasLtMatmulAlgoGetHeuristic(
+                ctypes.c_void_p(stream.blas), operation, b, a, out, out, preference, 1, ctypes.byref(found),
+                ctypes.byref(n_found),
+            ),
+            self,
+        )  # fmt: skip
+        lt.cublasLtMatmulPreferenceDestroy(preference)
+        if not n_found.value:
+            raise RuntimeError(f"cuBLASLt has no algorithm for {self}")
+        self.found = found  # as long as there is a product, there is its algorithm
+        addresses = ctypes.addressof(self.one), ctypes.addressof(self.beta)
+        values = [layout.value for layout in layouts]
+        return lt.cublasLtMatmul, operation.value, *addresses, values, ctypes.addressof(found)
+
+    def interpret(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        m, n, k = self.sizes
+        a = a.view(k, m).mT if self.transposed[0] else a.view(m, k)  # [m, k]
+        b = b.view(n, k).mT if self.transposed[1] else b.view(k, n)  # [k, n]
+        out = out.view(m, n)  # [m, n]
+        out.add_(a @ b) if self.add else out.copy_(a @ b)
+
+    def __repr__(self) -> str:
+        return f"cuBLASLt {' x '.join(map(str, self.sizes))}"
+
+
+def check(status: int, product: Product) -> None:
+    if status:
+        raise RuntimeError(f"{product}: cuBLASLt answers with status {status}")
+
+
+@cache
+def cublas_lt() -> Any:
+    """The library that PyTorch has loaded."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    library = ctypes.CDLL(f"libcublasLt.so.{major}")
+    pointer = ctypes.c_void_p
+    library.cublasLtMatmul.argtypes = [*[pointer] * 14, ctypes.c_size_t, pointer]
+    return library
 
 
 class Memory:

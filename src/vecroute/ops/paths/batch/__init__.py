@@ -71,17 +71,35 @@ def forward(steps: Steps, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, 
                 stream, x, M, x_tops, M_tops, *c, at["W_S"], at["B_S"], f, use, tiles, *to_sum, phi_out
             )
         y, s = kept[f"y{k}"], kept[f"s{k}"]
-        add_up(stream, steps.sum_pairs_j, to_sum, x, f, (none, none, tiles, kept.get("parts", none)), cu, t, "sum", y, s)
+        add_up(stream, steps.sum_pairs_j, to_sum, x, f, (tiles, kept.get("parts", none)), cu, t, "sum", y, s)
         x_out_k = address(stream, x_out) if k == steps.last else kept[f"before{k}"]
-        steps.outputs(stream, y, s, n, at["W_F1"], at["W_F2"], at["B_F2"], x_out_k)
-        if k < steps.last:
-            rows = t["rows"] if steps.half else M
-            steps.predictions[k](
-                stream, x_out_k, at["W_G1"], at["W_G2"], at["B_G2"], at["W_S"], kept[f"g{k}"], rows
-            )
-            if steps.half:
-                steps.x_hat_halves[k](stream, rows, M, M_tops)
+        small_steps(stream, steps, k, kept, t, at, x_out_k)
     return x_out, saved
+
+
+def small_steps(stream: Stream, steps: Steps, k: int, kept: dict, t: dict, at: dict, x_out) -> None:
+    """What comes after the pass of iteration k: x_out [b, j, h], and x_hat for the next one."""
+    y, s, n, M = kept[f"y{k}"], kept[f"s{k}"], kept["sqrt_n_inp"], kept["M"]
+    if steps.large:
+        steps.outputs(stream, y, s, n, at["W_F1"], at["B_F2"], t["u"], x_out)
+        steps.out_product(stream, t["u"], at["W_F2"], x_out)
+    else:
+        steps.outputs(stream, y, s, n, at["W_F1"], at["W_F2"], at["B_F2"], x_out)
+    if k == steps.last:
+        return
+    g, rows = kept[f"g{k}"], t["rows"] if steps.half else M
+    scale = at["W_G2"], at["B_G2"], at["W_S"]
+    if steps.large:
+        v = x_out
+        if steps.h > 1:
+            v = t["v"]
+            steps.normalize(stream, x_out, v)
+        steps.predict(stream, v, at["W_G1"], g)
+        steps.scores_matrix[k](stream, g, *scale, rows)
+    else:
+        steps.predictions[k](stream, x_out, at["W_G1"], *scale, g, rows)
+    if steps.half:
+        steps.x_hat_halves[k](stream, rows, M, kept["M_tops"])
 
 
 def backward(
@@ -107,7 +125,7 @@ def backward(
     x_tops, M_tops, shared_tops = (kept.get(name, none) for name in ("x_tops", "M_tops", "shared_tops"))
     c = (kept["c"], kept["c"]) if case.variable else (at["beta_use"], at["beta_ign"])
     to_sum = t["to_sum"], t["tops"], t["tile_sums"]
-    tops = t["row_tops"]  # of the iterations, as input_gradient reads them: the first last
+    tops = t["row_tops"]  # of the iterations, the last one first
     after = t.get("grad_c", none), t["grad_f"], parts, *to_sum
     for k in reversed(range(case.n_iters)):
         steps.grad_u(stream, grad_out, at["W_F2"], t["grad_u"])
@@ -122,17 +140,16 @@ def backward(
         if k == 0:
             steps.first_backward(
                 stream, x, M, x_tops, M_tops, shared_tops, *c, f, n, t["grad_s"], use, tiles, t["results"],
-                row(stream, steps, tops, steps.last), *after,
+                row(stream, steps, tops, steps.last - 1), row(stream, steps, tops, steps.last), *after,
             )  # fmt: skip
             break
         steps.next_backward[k](
             stream, x, M, x_tops, M_tops, *c, at["W_S"], at["B_S"], f, t["grad_s"], use, tiles, t["results"],
-            row(stream, steps, tops, k - 1), *after,
+            row(stream, steps, tops, steps.last - k - 1), row(stream, steps, tops, steps.last - k), *after,
         )  # fmt: skip
         grad_x_hat, sums = t["grad_x_hat"], t["sums"]
         add_up(
-            stream, steps.sum_pairs_j, to_sum, x, f, (none, none, tiles, kept.get("parts", none)), cu, t, "sum", grad_x_hat,
-            sums,
+            stream, steps.sum_pairs_j, to_sum, x, f, (tiles, kept.get("parts", none)), cu, t, "sum", grad_x_hat, sums
         )
         g, before = kept[f"g{k - 1}"], kept[f"before{k - 1}"]
         if case.variable:
@@ -149,8 +166,9 @@ def backward(
         steps.grad_W_G1[k](stream, v, t["grad_g"], to["W_G1"])
     if case.variable:
         of_shared = t["grad_shared"], t["shared_sums"]
-        of_a = x_tops, t["grad_f"], tiles, none
-        add_up(stream, steps.sum_shared, to_sum, x, f, of_a, none, t, "whole", *of_shared)
+        many = steps.sum_shared.add is not None
+        steps.activation_sums(stream, x, x_tops, t["grad_f"], t["whole_parts"] if many else of_shared[0])
+        add_up(stream, steps.sum_shared, to_sum, x, f, (tiles, none), none, t, "whole", *of_shared)
         names = "W_use", "W_ign", "B_use", "B_ign", "W_A", "B_A"
         steps.shared_backward(stream, *of_shared, *(to[name] for name in names))
     else:
@@ -176,7 +194,8 @@ def add_up(stream: Stream, launches: Sum, pairs: tuple, x, f, others: tuple, cu_
 
 
 def row(stream: Stream, steps: Steps, tops, k: int):
-    """Row k of [t, r] numbers."""
+    """Row k of [t, r] numbers; any row if k is negative."""
+    k = max(k, 0)
     return tops[k] if stream.interpreted else tops + k * steps.n_rows * steps.dtype.itemsize
 
 

@@ -280,10 +280,18 @@ def times_top(value, tops, o_j, m_j, HALF: tl.constexpr):
 
 
 @triton.jit
+def rising_top(greatest, before, o_r, m_i, FRESH: tl.constexpr):
+    """Tops of rows, not less than those of the iteration after, whose results are multiplied before these."""
+    top = top_below(greatest)
+    return top if FRESH else tl.maximum(top, tl.load(before + o_r, mask=m_i, other=0.0))
+
+
+@triton.jit
 def next_backward_kernel(
     x, M, x_tops, M_tops,  # as above; M from row M_0 on: grad_y, then x_hat
     c_sum, c_ign, W_S, B_S, f, grad_s, use, tiles,  # as above; [b, j]
-    results, tops,  # [r, q] from column M_0 on: phi and the gradient of dot, times the tops of M; [r] their unit
+    results,  # [r, q] from column M_0 on: phi and the gradient of dot, times the tops of M
+    before, tops,  # [r] tops of the iteration after this one, not read if FRESH; and of these: not less
     grad_c, grad_f, parts,  # [r, 2 j] of c_sum and c_ign where not FIXED; [r]; [4, b, i, j] where FIXED
     to_sum, sum_tops, sums,  # [r, j] the gradient of dot, [n], [n, j]
     n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
@@ -343,7 +351,7 @@ def next_backward_kernel(
     b_phi = times_top(u * b_f[:, None], M_tops, o_j, m_j, HALF)
     of_dot = times_top(grad_z, M_tops + n_out, o_j, m_j, HALF)
     if HALF:
-        top = top_below(tl.max(tl.maximum(tl.abs(b_phi), tl.abs(of_dot)), 1))
+        top = rising_top(tl.max(tl.maximum(tl.abs(b_phi), tl.abs(of_dot)), 1), before, o_r, m_i, FRESH)
         tl.store(tops + o_r, top, mask=m_i)
         unit = (16384.0 / top)[:, None]
         b_phi, of_dot = (b_phi * unit).to(tl.float16), (of_dot * unit).to(tl.float16)
@@ -358,7 +366,8 @@ def next_backward_kernel(
 def first_backward_kernel(
     x, M, x_tops, M_tops, shared_tops,  # as above; M from row M_0 on: grad_y; [2 j] tops of rows for c_sum and c_ign
     c_sum, c_ign, f, sqrt_n_inp, grad_s, use, tiles,  # as above
-    results, tops,  # [r, q] from column M_0 on: phi, and where not FIXED the gradients of c_sum and c_ign; [r]
+    results,  # [r, q] from column M_0 on: phi, and where not FIXED the gradients of c_sum and c_ign
+    before, tops,  # as above
     grad_c, grad_f, parts,  # as above; grad_f turns into the gradient of W_A x_inp
     to_sum, sum_tops, sums,  # where not FIXED [r, 2 j] these gradients, [n], [n, 2 j + 1] with that of a_inp
     n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
@@ -403,7 +412,7 @@ def first_backward_kernel(
         add_to(p_parts, of_sum, m_all, FRESH)
         add_to(p_parts + step, (R - 1.0) * grad_phi, m_all, FRESH)
         if HALF:
-            top = top_below(tl.max(tl.abs(b_phi), 1))
+            top = rising_top(tl.max(tl.abs(b_phi), 1), before, o_r, m_i, FRESH)
             tl.store(tops + o_r, top, mask=m_i)
             b_phi = (b_phi * (16384.0 / top)[:, None]).to(tl.float16)
         tl.store(p_results, b_phi, mask=m)
@@ -427,7 +436,7 @@ def first_backward_kernel(
         of_sum = times_top(of_sum, shared_tops, o_j, m_j, HALF)
         of_ign = times_top(of_ign, shared_tops + n_out, o_j, m_j, HALF)
         greatest = tl.maximum(tl.abs(b_phi), tl.maximum(tl.abs(of_sum), tl.abs(of_ign)))
-        row_top = top_below(tl.max(greatest, 1))
+        row_top = rising_top(tl.max(greatest, 1), before, o_r, m_i, FRESH)
         tl.store(tops + o_r, row_top, mask=m_i)
         unit = (16384.0 / row_top)[:, None]
         b_phi = (b_phi * unit).to(tl.float16)
@@ -465,7 +474,7 @@ def input_gradient_kernel(
 ):  # fmt: skip
     """grad_x = results M + grad_a W_A; 0 at inputs that are not used.
 
-    The results of each iteration have units of their own; those of the first come last.
+    The results of each iteration have units of their own, which rise from the last iteration to the first.
     """
     # Neighbouring programs share rows of results, which then come from the cache.
     pid = tl.program_id(0)
@@ -481,17 +490,22 @@ def input_gradient_kernel(
     b_a = tl.load(grad_a + o_r, mask=m_i, other=0.0)
     M += b * n_M * M_i
     total = tl.zeros([BLOCK_I, BLOCK_D], T)
+    top = tl.full([BLOCK_I], 1.0, T)
     for t in tl.static_range(N_ITERS):
-        part = tl.zeros([BLOCK_I, BLOCK_D], T)
-        n_columns = 2 * n_out if t < N_ITERS - 1 else n_out
-        part = pairs_times_M(part, results + t * 2 * n_out, M + t * 2 * n_out * M_i, o_r, o_d, m_i, m_d, n_columns, results_i,
-                             M_i, BLOCK_K, OPERAND, PRECISION)  # fmt: skip
-        if t == N_ITERS - 1 and not FIXED:
-            part = pairs_times_M(part, results + n_M, shared, o_r, o_d, m_i, m_d, 2 * n_out, results_i, M_i, BLOCK_K,
-                                 OPERAND, PRECISION)  # fmt: skip
+        # The last iteration first; the results of the first are behind all others.
+        k = (N_ITERS - 2 - t if t < N_ITERS - 1 else N_ITERS - 1) * 2 * n_out
         if HALF:
-            part *= (tl.load(tops + t * n_rows + o_r, mask=m_i, other=0.0) * (1.0 / 2**28))[:, None]
-        total += part
+            new = tl.load(tops + tl.cast(t, tl.int64) * n_rows + o_r, mask=m_i, other=1.0)
+            total *= (top / new)[:, None]
+            top = new
+        n_columns = 2 * n_out if t < N_ITERS - 1 else n_out
+        total = pairs_times_M(total, results + k, M + k * M_i, o_r, o_d, m_i, m_d, n_columns, results_i, M_i, BLOCK_K,
+                              OPERAND, PRECISION)  # fmt: skip
+    if not FIXED:
+        total = pairs_times_M(total, results + n_M, shared, o_r, o_d, m_i, m_d, 2 * n_out, results_i, M_i, BLOCK_K,
+                              OPERAND, PRECISION)  # fmt: skip
+    if HALF:
+        total *= (top * (1.0 / 2**28))[:, None]
     total += b_a[:, None] * tl.load(W_A + o_W, mask=m, other=0.0).to(T)
     total = tl.where(m_i[:, None], total, 0.0)
     p_x = grad_x + o_r[:, None] * d_inp + o_d[None, :]
@@ -500,7 +514,7 @@ def input_gradient_kernel(
 
 @triton.jit
 def sums_kernel(
-    pairs, x, f, tops, sums, x_tops, grad_a, tiles, parts,  # [r, q], [r, d], [r], [n], [n, n_sums], [r], [r], tables
+    pairs, x, f, tops, sums, tiles, parts,  # [r, q], [r, d], [r], [n], [n, n_sums], tables where PACKED
     out, totals,  # [p, q or q + 1, d], [p, n_sums]: for each part of a sample, or of all rows
     n_inp, per_sample, n_columns, d_inp, x_i, n_tiles, n_parts,  # how many tiles and parts a sample has
     WHOLE: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr,
@@ -509,8 +523,8 @@ def sums_kernel(
 ):  # fmt: skip
     """Sums over inputs: pairs^T x, and pairs. A part has up to PART tiles of one sample, or of all if WHOLE.
 
-    If WHOLE the gradients of W_A and B_A come too, as one more row of out and of totals: grad_a^T x, and what the
-    tiles have summed. BLOCK_I are the rows of a tile, also in the kernels that stored the pairs.
+    If WHOLE there is one more row: in totals the gradient of B_A, in out room for that of W_A. BLOCK_I are the rows
+    of a tile, also in the kernels that stored the pairs.
     """
     part = tl.program_id(1).to(tl.int64)
     first, end = part * 0, part * 0
@@ -534,7 +548,6 @@ def sums_kernel(
     n_sums = n_columns + 1 if WHOLE else n_columns  # one more for a_inp
     total = tl.zeros([BLOCK_Q, BLOCK_D], T)
     b_sum = tl.zeros([BLOCK_Q], T)
-    of_W_A = tl.zeros([BLOCK_I, BLOCK_D], T)
     of_B_A = tl.zeros([1], T)
     for t in tl.range(tile, last, num_stages=STAGES):
         if WHOLE:
@@ -552,10 +565,6 @@ def sums_kernel(
         b_sums = tl.load(sums + t * n_sums + o_q, mask=m_q, other=0.0)
         b_sum += tl.where(m_tile, b_sums, 0.0) if WHOLE else b_sums
         if WHOLE:
-            b_a = tl.load(grad_a + o_r, mask=m_i, other=0.0)
-            if HALF:
-                b_a *= tl.load(x_tops + o_r, mask=m_i, other=0.0)
-            of_W_A += b_a[:, None] * b_x.to(T)
             of_B_A += tl.where(m_tile, tl.load(sums + t * n_sums + n_columns + tl.arange(0, 1)), 0.0)
         if HALF:
             top = tl.load(tops + t)
@@ -568,11 +577,29 @@ def sums_kernel(
     tl.store(p_out + o_q[:, None] * d_inp, total, mask=m_q[:, None] & m_d[None, :])
     if tl.program_id(0) == 0:
         tl.store(totals + part * n_sums + o_q, b_sum, mask=m_q)
-    if WHOLE and tl.program_id(2) == 0:
-        b_W = tl.sum(of_W_A, 0) * (1.0 / 2**14 if HALF else 1.0)
-        tl.store(out + (part * n_sums + n_columns) * d_inp + o_d, b_W, mask=m_d)
-        if tl.program_id(0) == 0:
-            tl.store(totals + part * n_sums + n_columns + tl.arange(0, 1), of_B_A)
+    if WHOLE and (tl.program_id(0) == 0) & (tl.program_id(2) == 0):
+        tl.store(totals + part * n_sums + n_columns + tl.arange(0, 1), of_B_A)
+
+
+@triton.jit
+def activation_sums_kernel(
+    x, x_tops, grad_a, out,  # [r, d], [r], [r], [p, n_sums, d] the last row of each part
+    n_rows, n_sums, d_inp, x_i, PART: tl.constexpr, HALF: tl.constexpr, UNUSED: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """grad_a^T x, the gradient of W_A, for parts of the rows of all samples."""
+    part = tl.program_id(1).to(tl.int64)
+    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < d_inp
+    total = tl.zeros([BLOCK_I, BLOCK_D], T)
+    for start in range(part * PART, tl.minimum((part + 1) * PART, n_rows), BLOCK_I):
+        o_r = start + tl.arange(0, BLOCK_I)
+        b_a = tl.load(grad_a + o_r, mask=o_r < n_rows, other=0.0)
+        if HALF:
+            b_a *= tl.load(x_tops + o_r, mask=o_r < n_rows, other=0.0) * (1.0 / 2**14)
+        m_i = rows_used(b_a, o_r < n_rows, UNUSED)
+        total += b_a[:, None] * tl.load(x + o_r[:, None] * x_i + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0).to(T)
+    tl.store(out + ((part + 1) * n_sums - 1) * d_inp + o_d, tl.sum(total, 0), mask=m_d)
 
 
 @triton.jit

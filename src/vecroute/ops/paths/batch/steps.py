@@ -7,15 +7,21 @@ import triton.language as tl
 
 from vecroute.ops.common import cdiv, compute_dtype, next_power_of_2
 from vecroute.ops.fused_matrix import scores_matrix_backward_kernel
-from vecroute.ops.fused_norm import normalize_backward_kernel
+from vecroute.ops.fused_norm import normalize_backward_kernel, normalize_kernel
 from vecroute.ops.fused_pairs import sum_samples_kernel
-from vecroute.ops.fused_steps import outputs_backward_kernel, predictions_backward_kernel
-from vecroute.ops.launch import Launch, Memory
+from vecroute.ops.fused_steps import (
+    outputs_backward_kernel,
+    outputs_kernel,
+    predictions_backward_kernel,
+    scores_matrix_kernel,
+)
+from vecroute.ops.launch import Launch, Memory, Product
 from vecroute.ops.paths.batch import kernels, products
 from vecroute.ops.plan import Plan
 
 TILE = 64  # rows of a tile, of one sample
-MULTIPROCESSORS = 132  # of an H200; a sum over inputs is cut into parts until about as many programs work
+LEAST_PROGRAMS = 120  # of a sum over inputs, which is cut into parts until there are as many: an H200 has 132 multiprocessors
+LARGE_PRODUCT = 2**27  # multiplications of a product, from where on cuBLAS does those between two passes
 TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -43,6 +49,8 @@ class Steps:
         self.n_M = self.n_out * (2 * case.n_iters - 1)  # rows of M that each sample has for itself
         self.n_shared = 2 * self.n_out if case.variable else 0  # those that all share, for c_sum and c_ign
         self.results_i = aligned(self.n_M + self.n_shared, 16)  # so that kernels load 16 bytes at once
+        # cuBLAS multiplies float32 and float64 parameters; it is faster from about here on, but takes more launches.
+        self.large = case.w_dtype == self.dtype and self.batch * self.n_out * self.d * self.h >= LARGE_PRODUCT
         self.unused = case.input_mask or case.use_strides is not None
         self.use = case.use_strides or (0, 0, 0)
         operand = torch.float16 if self.half else plan.operand
@@ -67,7 +75,7 @@ class Steps:
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         block_q, block_d = sum_blocks(columns)
         programs = batch * cdiv(self.d, block_d) * cdiv(columns, block_q)
-        tiles = cdiv(n_tiles, max(1, min(cdiv(n_tiles, 4), cdiv(MULTIPROCESSORS, programs))))
+        tiles = cdiv(n_tiles, max(1, min(cdiv(n_tiles, 4), cdiv(LEAST_PROGRAMS, programs))))
         n = cdiv(n_tiles, tiles)
         return tiles, n, n * batch
 
@@ -97,6 +105,8 @@ class Steps:
             saved |= {"tiles": ((n_tiles, 3), torch.int32), "parts": ((n_parts, 4), torch.int32)}
         pairs = self.dtypes("p")[0]
         temporary = {"phi": ((r, j), pairs)}
+        if self.large:
+            temporary |= {"u": ((b, j, d), f), "v": ((b, j, h), f)}
         temporary |= {"tops": ((n_tiles,), f), "tile_sums": ((n_tiles, j), f)}
         back = {
             "results": ((r, self.results_i), pairs), "row_tops": ((case.n_iters, r), f), "grad_f": ((r,), f), "grad_u": ((b, j, d), f), "u": ((b, j, d), f),
@@ -151,28 +161,58 @@ class Steps:
             for k in range(case.n_iters)
         ]  # fmt: skip
         self.sum_pairs_j = self.sum(j)
-        block = product_blocks(b * j, h, d)
-        self.outputs = Launch(
-            products.outputs_kernel, block.pop("grid"), self.dtypes("fffwwwf"), (b * j, j, d, h), **self.small, **block
-        )
-        block = product_blocks(b * j, d, h)
-        grid = block.pop("grid")
-        # x_hat goes to M, or where that has halves to rows of its own.
-        self.predictions = [
+        self.make_small_forward()
+        self.x_hat_halves = [self.halves(j, b, self.n_M, (2 * k + 1) * j) for k in range(self.last) if self.half]
+
+    def make_small_forward(self) -> None:
+        """F and G: products by cuBLAS where they are large, else by kernels that do the rest too."""
+        case, b, j, d, h = self.case, self.batch, self.n_out, self.d, self.h
+        if not self.large:
+            block = product_blocks(b * j, h, d)
+            self.outputs = Launch(
+                products.outputs_kernel, block.pop("grid"), self.dtypes("fffwwwf"), (b * j, j, d, h), **self.small, **block
+            )
+            block = product_blocks(b * j, d, h)
+            grid = block.pop("grid")
+            # x_hat goes to M, or where that has halves to rows of its own.
+            self.predictions = [
+                Launch(
+                    products.predictions_kernel, grid, self.dtypes("fwwwwff"), (b * j, j, d, h, *self.own_rows((2 * k + 1) * j)),
+                    FIXED=not case.variable, NORMALIZE=h > 1, **self.small, **block,
+                )
+                for k in range(self.last)
+            ]  # fmt: skip
+            return
+        by_row = row_blocks(max(d, h))
+        n = cdiv(b * j, by_row["BLOCK_R"])
+        self.outputs = Launch(outputs_kernel, (n, 1, 1), self.dtypes("fffwwff"), (b * j, j, d, h), T=self.T, **by_row)
+        self.out_product = Product((b * j, h, d), self.dtype, add=True, tf32=case.tf32)
+        self.normalize = self.by_vectors(normalize_kernel, "ff")
+        self.predict = Product((b * j, d, h), self.dtype, tf32=case.tf32)
+        by_row = row_blocks(d)
+        n = cdiv(b * j, by_row["BLOCK_R"])
+        self.scores_matrix = [
             Launch(
-                products.predictions_kernel, grid, self.dtypes("fwwwwff"), (b * j, j, d, h, *self.own_rows((2 * k + 1) * j)),
-                FIXED=not case.variable, NORMALIZE=h > 1, **self.small, **block,
+                scores_matrix_kernel, (n, 1, 1), self.dtypes("fwwwf"), (b * j, j, d, *self.own_rows((2 * k + 1) * j)),
+                FIXED=not case.variable, T=self.T, **by_row,
             )
             for k in range(self.last)
         ]  # fmt: skip
-        self.x_hat_halves = [self.halves(j, b, self.n_M, (2 * k + 1) * j) for k in range(self.last) if self.half]
+
+    def by_vectors(self, kernel: Any, letters: str) -> Launch:
+        """A kernel whose programs have whole output vectors."""
+        n, block = self.batch * self.n_out, next_power_of_2(self.h)
+        rows = max(1, 2048 // block)
+        return Launch(kernel, (cdiv(n, rows), 1, 1), self.dtypes(letters), (n, self.h), BLOCK_R=rows, BLOCK_D=block)
 
     def own_rows(self, first: int) -> tuple[int, int]:
         """The stride of samples and the offset of the first where float32 rows of M go, from row ``first`` on."""
         return (self.n_out * self.d, 0) if self.half else (self.n_M * self.d, first * self.d)
 
-    def product(self, sizes: tuple[int, int, int], *, transposed: tuple[bool, bool], add: bool = False) -> Launch:
+    def product(self, sizes: tuple[int, int, int], *, transposed: tuple[bool, bool], add: bool = False) -> Any:
         """A product of contiguous matrices; for each operand, whether memory holds its transpose."""
+        if self.large:
+            return Product(sizes, self.dtype, transposed=transposed, add=add, tf32=self.case.tf32)
         m, n, k = sizes
         a = (1, m) if transposed[0] else (k, 1)
         b = (1, k) if transposed[1] else (n, 1)
@@ -210,7 +250,7 @@ class Steps:
         few = block_j <= (64 if forward else 16)
         block_k = 64 if self.half else 32
         # With fewer registers for a thread, more programs are on a multiprocessor at once.
-        registers = {"maxnreg": 128} if self.half and block_j == 64 else {}
+        registers = {"maxnreg": 128} if self.half and block_j >= 64 and (forward or block_j == 64) else {}
         blocks = {"BLOCK_I": TILE, "BLOCK_J": block_j, "BLOCK_K": block_k, "num_stages": 3}
         return {**blocks, "num_warps": 4 if few else 8, **registers}
 
@@ -227,15 +267,17 @@ class Steps:
         block_q, block_d = sum_blocks(columns)
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         parts = Launch(
-            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q)), self.dtypes("pxfffffiiff"),
+            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q)), self.dtypes("pxfffiiff"),
             (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, PACKED=self.packed,
             UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=3,
             num_warps=8 if block_q > 64 or whole else 4, **self.precision,
         )  # fmt: skip
         n_sums = columns + 1 if whole else columns
+        at_once = 4 if packed else min(8, next_power_of_2(n))
+        block = 1024 // at_once
         add = Launch(
-            kernels.reduce_kernel, (cdiv(n_sums * self.d, 128), batch, 1), self.dtypes("ffoff"),
-            (n, n_sums * self.d, n_sums, self.n_rows), PACKED=packed, PART=tiles * TILE, PARTS=8, BLOCK_N=128, T=self.T,
+            kernels.reduce_kernel, (cdiv(n_sums * self.d, block), batch, 1), self.dtypes("ffoff"),
+            (n, n_sums * self.d, n_sums, self.n_rows), PACKED=packed, PART=tiles * TILE, PARTS=at_once, BLOCK_N=block, T=self.T,
         )  # fmt: skip
         return Sum(parts, add if packed or n > 1 else None)
 
@@ -270,11 +312,7 @@ class Steps:
             for k in iterations
         ]  # fmt: skip
         self.grad_v = self.product((b * j, h, d), transposed=(False, True))
-        block = next_power_of_2(h)
-        rows = max(1, 2048 // block)
-        self.normalize_backward = Launch(
-            normalize_backward_kernel, (cdiv(b * j, rows), 1, 1), self.dtypes("ffff"), (b * j, h), BLOCK_R=rows, BLOCK_D=block
-        )
+        self.normalize_backward = self.by_vectors(normalize_backward_kernel, "ffff")
         self.grad_W_G1 = [self.product((h, d, b * j), transposed=(True, False), add=not fresh[k]) for k in iterations]
 
     def make_pairs_backward(self, fresh: list[int]) -> None:
@@ -289,16 +327,23 @@ class Steps:
 
         self.next_backward = [
             self.tiles(
-                kernels.next_backward_kernel, f"xMff{c}wwffmipffffpff", sizes(k), blocks, FRESH=bool(fresh[k]), **kinds
+                kernels.next_backward_kernel, f"xMff{c}wwffmipfffffpff", sizes(k), blocks, FRESH=bool(fresh[k]), **kinds
             )
             for k in range(case.n_iters)
         ]
         self.first_backward = self.tiles(
-            kernels.first_backward_kernel, f"xMfff{c}fffmipffffpff", sizes(0), blocks, PRIOR=case.prior,
+            kernels.first_backward_kernel, f"xMfff{c}fffmipfffffpff", sizes(0), blocks, PRIOR=case.prior,
             FRESH=bool(fresh[0]), **kinds,
         )  # fmt: skip
         if case.variable:
             self.sum_shared = self.sum(self.n_shared, whole=True)
+            _, _, n_parts = self.parts(self.n_shared, whole=True)
+            rows = cdiv(self.n_rows, n_parts)
+            self.activation_sums = Launch(
+                kernels.activation_sums_kernel, (cdiv(d, 256), n_parts, 1), self.dtypes("xfff"),
+                (self.n_rows, self.n_shared + 1, d, self.x_i), PART=max(16, next_power_of_2(rows)), HALF=self.half, UNUSED=self.unused,
+                BLOCK_I=16, BLOCK_D=256, T=self.T,
+            )  # fmt: skip
             self.shared_backward = Launch(
                 kernels.shared_backward_kernel, (cdiv(j, 32), cdiv(d, 32), 1), self.dtypes("ffffffff"), (j, d),
                 BLOCK_Q=32, BLOCK_D=32,
@@ -310,13 +355,15 @@ class Steps:
                 kernels.activations_backward_kernel, (cdiv(self.n_inp, rows), cdiv(d, block_d), 1), self.dtypes("Xfffff"),
                 (b, self.n_inp, d, d), UNUSED=self.unused, BLOCK_I=rows, BLOCK_D=block_d, T=self.T,
             )  # fmt: skip
-        rows, block_d = TILE, 256 if self.half else 128
+        rows, block_d = (TILE, 128) if self.packed or not self.half else (2 * TILE, 256)
         n_blocks = cdiv(d, block_d)
+        per_sample = cdiv(self.n_inp, rows)
+        n_tiles = self.n_tiles if self.packed else b * per_sample
         self.input_gradient = Launch(
-            kernels.input_gradient_kernel, (self.n_tiles * n_blocks, 1, 1), self.dtypes("pfMMffwiX"),
-            (self.n_inp, self.per_sample, j, self.n_M, d, self.results_i, self.x_i, self.n_rows, n_blocks),
+            kernels.input_gradient_kernel, (n_tiles * n_blocks, 1, 1), self.dtypes("pfMMffwiX"),
+            (self.n_inp, per_sample, j, self.n_M, d, self.results_i, self.x_i, self.n_rows, n_blocks),
             N_ITERS=case.n_iters, FIXED=not case.variable, PACKED=self.packed, UNUSED=self.unused, BLOCK_I=rows,
-            BLOCK_D=block_d, BLOCK_K=64 if self.half else 32, num_warps=8 if self.half else 4, num_stages=3, **self.precision,
+            BLOCK_D=block_d, BLOCK_K=64 if self.half else 32, num_warps=8 if block_d == 256 else 4, num_stages=3, **self.precision,
         )  # fmt: skip
 
     def sum_samples(self, k: int, n: int, fresh: int) -> Launch:
@@ -334,7 +381,7 @@ def sum_blocks(columns: int) -> tuple[int, int]:
 
 def product_blocks(m: int, n: int, k: int) -> dict[str, Any]:
     """The grid and blocks of a product of small matrices, of enough programs to fill a GPU."""
-    rows = 128 if cdiv(m, 128) * cdiv(n, 128) >= MULTIPROCESSORS // 2 else 64
+    rows = 128 if cdiv(m, 128) * cdiv(n, 128) >= LEAST_PROGRAMS // 2 else 64
     columns = max(16, min(rows, next_power_of_2(n)))
     grid = cdiv(m, rows), cdiv(n, columns), 1
     warps = 8 if rows == columns == 128 else 4
