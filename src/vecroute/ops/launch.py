@@ -84,18 +84,20 @@ class Product:
         transposed: for each operand, whether memory holds its transpose.
         add: whether the product is added to out.
         tf32: whether float32 operands may be rounded to tf32.
+        workspace: bytes that the algorithm may use.
     """
 
     def __init__(
-        self, sizes: tuple[int, int, int], dtype: torch.dtype, *, transposed: tuple[bool, bool] = (False, False),
+        self, sizes: tuple[int, int, int], dtype: torch.dtype, *, workspace: int, transposed: tuple[bool, bool] = (False, False),
         add: bool = False, tf32: bool = False,
     ):  # fmt: skip
         self.sizes, self.dtype, self.transposed, self.add, self.tf32 = sizes, dtype, transposed, add, tf32
+        self.workspace = workspace
         number = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
         self.one, self.beta = number(1), number(int(add))
         self.prepared: dict[int, tuple] = {}  # by the index of the device
 
-    def __call__(self, stream: Stream, a: Pointer, b: Pointer, out: Pointer) -> None:
+    def __call__(self, stream: Stream, a: Pointer, b: Pointer, out: Pointer, workspace: Pointer) -> None:
         if stream.interpreted:
             return self.interpret(a, b, out)
         prepared = self.prepared.get(stream.device)
@@ -104,8 +106,8 @@ class Product:
         matmul, operation, one, beta, (layout_a, layout_b, layout), algorithm = prepared
         # cuBLAS counts by columns: for it out^T = b^T a^T.
         status = matmul(
-            stream.blas, operation, one, b, layout_b, a, layout_a, beta, out, layout, out, layout, algorithm, None, 0,
-            stream.address,
+            stream.blas, operation, one, b, layout_b, a, layout_a, beta, out, layout, out, layout, algorithm, workspace,
+            self.workspace, stream.address,
         )  # fmt: skip
         check(status, self)
 
@@ -126,6 +128,8 @@ class Product:
             check(create(ctypes.byref(layout), kind, ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)), self)
             layouts.append(layout)
         check(lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), self)
+        most = ctypes.c_size_t(self.workspace)
+        check(lt.cublasLtMatmulPreferenceSetAttribute(preference, 1, ctypes.byref(most), 8), self)
         found, n_found = (ctypes.c_uint64 * 16)(), ctypes.c_int()  # the algorithm is the first 64 bytes
         a, b, out = layouts
         check(
@@ -196,6 +200,10 @@ class Memory:
             return {name: self.tensor(memory, name) for name in self.arrays}
         start = memory.data_ptr()
         return {name: start + offset for name, offset in self.offsets.items()}
+
+    def distance(self, name: str, other: str) -> int:
+        """How many elements of the first array another begins behind it."""
+        return (self.offsets[other] - self.offsets[name]) // self.arrays[name][1].itemsize
 
     def tensor(self, memory: Tensor, name: str) -> Tensor:
         """One of the arrays."""

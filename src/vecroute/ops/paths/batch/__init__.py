@@ -71,7 +71,7 @@ def forward(steps: Steps, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, 
                 stream, x, M, x_tops, M_tops, *c, at["W_S"], at["B_S"], f, use, tiles, *to_sum, phi_out
             )
         y, s = kept[f"y{k}"], kept[f"s{k}"]
-        add_up(stream, steps.sum_pairs_j, to_sum, x, f, (tiles, kept.get("parts", none)), cu, t, "sum", y, s)
+        add_up(stream, steps.sum_pairs_j, to_sum, x, f, (tiles, kept.get("parts", none), none, none), cu, t, "sum", y, s)
         x_out_k = address(stream, x_out) if k == steps.last else kept[f"before{k}"]
         small_steps(stream, steps, k, kept, t, at, x_out_k)
     return x_out, saved
@@ -82,7 +82,7 @@ def small_steps(stream: Stream, steps: Steps, k: int, kept: dict, t: dict, at: d
     y, s, n, M = kept[f"y{k}"], kept[f"s{k}"], kept["sqrt_n_inp"], kept["M"]
     if steps.large:
         steps.outputs(stream, y, s, n, at["W_F1"], at["B_F2"], t["u"], x_out)
-        steps.out_product(stream, t["u"], at["W_F2"], x_out)
+        steps.out_product(stream, t["u"], at["W_F2"], x_out, t["workspace"])
     else:
         steps.outputs(stream, y, s, n, at["W_F1"], at["W_F2"], at["B_F2"], x_out)
     if k == steps.last:
@@ -94,7 +94,7 @@ def small_steps(stream: Stream, steps: Steps, k: int, kept: dict, t: dict, at: d
         if steps.h > 1:
             v = t["v"]
             steps.normalize(stream, x_out, v)
-        steps.predict(stream, v, at["W_G1"], g)
+        steps.predict(stream, v, at["W_G1"], g, t["workspace"])
         steps.scores_matrix[k](stream, g, *scale, rows)
     else:
         steps.predictions[k](stream, x_out, at["W_G1"], *scale, g, rows)
@@ -125,10 +125,11 @@ def backward(
     x_tops, M_tops, shared_tops = (kept.get(name, none) for name in ("x_tops", "M_tops", "shared_tops"))
     c = (kept["c"], kept["c"]) if case.variable else (at["beta_use"], at["beta_ign"])
     to_sum = t["to_sum"], t["tops"], t["tile_sums"]
+    workspace = (t["workspace"],) if steps.large else ()
     tops = t["row_tops"]  # of the iterations, the last one first
     after = t.get("grad_c", none), t["grad_f"], parts, *to_sum
     for k in reversed(range(case.n_iters)):
-        steps.grad_u(stream, grad_out, at["W_F2"], t["grad_u"])
+        steps.grad_u(stream, grad_out, at["W_F2"], t["grad_u"], *workspace)
         grad_y = t["rows"] if steps.half else M
         steps.outputs_backward[k](
             stream, grad_out, t["grad_u"], kept[f"y{k}"], kept[f"s{k}"], n, at["W_F1"], at["B_F2"], grad_y, t["u"], t["u"],
@@ -136,7 +137,7 @@ def backward(
         )  # fmt: skip
         if steps.half:
             steps.grad_y_halves[k](stream, grad_y, M, M_tops)
-        steps.grad_W_F2[k](stream, t["u"], grad_out, to["W_F2"])
+        steps.grad_W_F2[k](stream, t["u"], grad_out, to["W_F2"], *workspace)
         if k == 0:
             steps.first_backward(
                 stream, x, M, x_tops, M_tops, shared_tops, *c, f, n, t["grad_s"], use, tiles, t["results"],
@@ -149,7 +150,8 @@ def backward(
         )  # fmt: skip
         grad_x_hat, sums = t["grad_x_hat"], t["sums"]
         add_up(
-            stream, steps.sum_pairs_j, to_sum, x, f, (tiles, kept.get("parts", none)), cu, t, "sum", grad_x_hat, sums
+            stream, steps.sum_pairs_j, to_sum, x, f, (tiles, kept.get("parts", none), none, none), cu, t, "sum", grad_x_hat,
+            sums,
         )
         g, before = kept[f"g{k - 1}"], kept[f"before{k - 1}"]
         if case.variable:
@@ -159,16 +161,15 @@ def backward(
             steps.sum_S[k](stream, t["parts_S"], to["W_S"], to["B_S"], to["W_S"], to["B_S"])
         steps.predictions_backward[k](stream, grad_x_hat, g, at["W_G2"], t["grad_g"], to["W_G2"], to["B_G2"])
         grad_out, v = t["grad_x_out"], before
-        steps.grad_v(stream, t["grad_g"], at["W_G1"], t["grad_v"] if steps.h > 1 else grad_out)
+        steps.grad_v(stream, t["grad_g"], at["W_G1"], t["grad_v"] if steps.h > 1 else grad_out, *workspace)
         if steps.h > 1:
             v = t["v"]
             steps.normalize_backward(stream, t["grad_v"], before, v, grad_out)
-        steps.grad_W_G1[k](stream, v, t["grad_g"], to["W_G1"])
+        steps.grad_W_G1[k](stream, v, t["grad_g"], to["W_G1"], *workspace)
     if case.variable:
         of_shared = t["grad_shared"], t["shared_sums"]
-        many = steps.sum_shared.add is not None
-        steps.activation_sums(stream, x, x_tops, t["grad_f"], t["whole_parts"] if many else of_shared[0])
-        add_up(stream, steps.sum_shared, to_sum, x, f, (tiles, none), none, t, "whole", *of_shared)
+        of_a = tiles, none, t["grad_f"], x_tops
+        add_up(stream, steps.sum_shared, to_sum, x, f, of_a, none, t, "whole", *of_shared)
         names = "W_use", "W_ign", "B_use", "B_ign", "W_A", "B_A"
         steps.shared_backward(stream, *of_shared, *(to[name] for name in names))
     else:
@@ -178,7 +179,7 @@ def backward(
     if need_grad_x:
         grad_x = torch.empty(x_inp.shape, dtype=x_inp.dtype, device=x_inp.device)
         steps.input_gradient(
-            stream, t["results"], tops, M, kept.get("shared", none), f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
+            stream, t["results"], tops, M, f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
         )
     return grad_x, grads
 

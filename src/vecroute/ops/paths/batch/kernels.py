@@ -450,31 +450,18 @@ def first_backward_kernel(
 
 
 @triton.jit
-def pairs_times_M(total, pairs, M, o_r, o_d, m_i, m_d, n_columns, pairs_i, M_i, BLOCK_K: tl.constexpr,
-                  OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """total + pairs M of a tile and some features."""
-    for k in range(0, n_columns, BLOCK_K):
-        o_k = k + tl.arange(0, BLOCK_K)
-        m_k = o_k < n_columns
-        m_pairs, m_M = m_i[:, None] & m_k[None, :], m_k[:, None] & m_d[None, :]
-        b_pairs = tl.load(pairs + o_r[:, None] * pairs_i + o_k[None, :], mask=m_pairs, other=0.0).to(OPERAND)
-        b_M = tl.load(M + o_k[:, None] * M_i + o_d[None, :], mask=m_M, other=0.0).to(OPERAND)
-        total = multiply(b_pairs, b_M, total, PRECISION)
-    return total
-
-
-@triton.jit
 def input_gradient_kernel(
-    results, tops, M, shared, f, grad_a, W_A, tiles,  # [r, q], [t, r], [b, n_M, d], [2 j, d], [r], [r], [1 or i, d]
+    results, tops, M, f, grad_a, W_A, tiles,  # [r, q], [t, r], [b, n_M, d], [r], [r], [1 or i, d]
     grad_x,  # [r, d]
-    n_inp, per_sample, n_out, n_M, d_inp, results_i, M_i, n_rows, n_blocks,
+    n_inp, per_sample, n_out, n_columns, n_M, d_inp, results_i, M_i, shared, n_rows, n_blocks,
     N_ITERS: tl.constexpr, FIXED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """grad_x = results M + grad_a W_A; 0 at inputs that are not used.
 
-    The results of each iteration have units of their own, which rise from the last iteration to the first.
+    Behind the n_M rows of M of a sample come those that all share, which begin at M + shared. The results of each
+    iteration have units of their own, which rise from the last iteration to the first: here all get that of the first.
     """
     # Neighbouring programs share rows of results, which then come from the cache.
     pid = tl.program_id(0)
@@ -485,27 +472,27 @@ def input_gradient_kernel(
     o_d = pid % n_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < d_inp
     m_i = rows_used(tl.load(f + o_r, mask=o_r < end, other=0.0), o_r < end, UNUSED)
+    if HALF:
+        top = tl.load(tops + tl.cast(N_ITERS - 1, tl.int64) * n_rows + o_r, mask=m_i, other=1.0)
+    total = tl.zeros([BLOCK_I, BLOCK_D], T)
+    for k in range(0, n_columns, BLOCK_K):
+        o_k = k + tl.arange(0, BLOCK_K)
+        m_k = o_k < n_columns
+        m_pairs, m_M = m_i[:, None] & m_k[None, :], m_k[:, None] & m_d[None, :]
+        b_pairs = tl.load(results + o_r[:, None] * results_i + o_k[None, :], mask=m_pairs, other=0.0).to(OPERAND)
+        if HALF:
+            for t in tl.static_range(N_ITERS - 1):
+                of_t = o_k // (2 * n_out) == N_ITERS - 2 - t
+                ratio = tl.load(tops + tl.cast(t, tl.int64) * n_rows + o_r, mask=m_i, other=1.0) / top
+                b_pairs = tl.where(of_t[None, :], b_pairs * ratio[:, None].to(OPERAND), b_pairs)
+        o_M = tl.where(o_k < n_M, (b * n_M + o_k) * M_i, shared + (o_k - n_M) * M_i)
+        b_M = tl.load(M + o_M[:, None] + o_d[None, :], mask=m_M, other=0.0).to(OPERAND)
+        total = multiply(b_pairs, b_M, total, PRECISION)
+    if HALF:
+        total *= (top * (1.0 / 2**28))[:, None]
     m = m_i[:, None] & m_d[None, :]
     o_W = ((o_r - b * n_inp) if FIXED else o_r * 0)[:, None] * d_inp + o_d[None, :]
     b_a = tl.load(grad_a + o_r, mask=m_i, other=0.0)
-    M += b * n_M * M_i
-    total = tl.zeros([BLOCK_I, BLOCK_D], T)
-    top = tl.full([BLOCK_I], 1.0, T)
-    for t in tl.static_range(N_ITERS):
-        # The last iteration first; the results of the first are behind all others.
-        k = (N_ITERS - 2 - t if t < N_ITERS - 1 else N_ITERS - 1) * 2 * n_out
-        if HALF:
-            new = tl.load(tops + tl.cast(t, tl.int64) * n_rows + o_r, mask=m_i, other=1.0)
-            total *= (top / new)[:, None]
-            top = new
-        n_columns = 2 * n_out if t < N_ITERS - 1 else n_out
-        total = pairs_times_M(total, results + k, M + k * M_i, o_r, o_d, m_i, m_d, n_columns, results_i, M_i, BLOCK_K,
-                              OPERAND, PRECISION)  # fmt: skip
-    if not FIXED:
-        total = pairs_times_M(total, results + n_M, shared, o_r, o_d, m_i, m_d, 2 * n_out, results_i, M_i, BLOCK_K,
-                              OPERAND, PRECISION)  # fmt: skip
-    if HALF:
-        total *= (top * (1.0 / 2**28))[:, None]
     total += b_a[:, None] * tl.load(W_A + o_W, mask=m, other=0.0).to(T)
     total = tl.where(m_i[:, None], total, 0.0)
     p_x = grad_x + o_r[:, None] * d_inp + o_d[None, :]
@@ -513,8 +500,31 @@ def input_gradient_kernel(
 
 
 @triton.jit
+def sum_activations(x, x_tops, grad_a, sums, tiles, p_out, p_total, tile, last, o_d, m_d, n_inp, per_sample, n_sums, x_i,
+                    PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, BLOCK_I: tl.constexpr,
+                    BLOCK_D: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """grad_a^T x over some tiles and features, and the sums that these tiles have of the gradient of a_inp."""
+    total = tl.zeros([BLOCK_I, BLOCK_D], T)
+    b_sum = tl.zeros([1], T)
+    for t in tl.range(tile, last, num_stages=2):
+        _, first, end = tile_of(tiles, n_inp, per_sample, t, BLOCK_I, PACKED)
+        o_r = first + tl.arange(0, BLOCK_I)
+        b_a = tl.load(grad_a + o_r, mask=o_r < end, other=0.0)
+        if HALF:
+            b_a *= tl.load(x_tops + o_r, mask=o_r < end, other=0.0) * (1.0 / 2**14)
+        m_i = rows_used(b_a, o_r < end, UNUSED)
+        b_x = tl.load(x + o_r[:, None] * x_i + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0)
+        total += b_a[:, None] * b_x.to(T)
+        b_sum += tl.where(first < end, tl.load(sums + t * n_sums + tl.arange(0, 1)), 0.0)
+    tl.store(p_out, tl.sum(total, 0), mask=m_d)
+    if tl.program_id(0) == 0:
+        tl.store(p_total + tl.arange(0, 1), b_sum)
+
+
+@triton.jit
 def sums_kernel(
     pairs, x, f, tops, sums, tiles, parts,  # [r, q], [r, d], [r], [n], [n, n_sums], tables where PACKED
+    grad_a, x_tops,  # [r] each, if WHOLE
     out, totals,  # [p, q or q + 1, d], [p, n_sums]: for each part of a sample, or of all rows
     n_inp, per_sample, n_columns, d_inp, x_i, n_tiles, n_parts,  # how many tiles and parts a sample has
     WHOLE: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr,
@@ -523,8 +533,8 @@ def sums_kernel(
 ):  # fmt: skip
     """Sums over inputs: pairs^T x, and pairs. A part has up to PART tiles of one sample, or of all if WHOLE.
 
-    If WHOLE there is one more row: in totals the gradient of B_A, in out room for that of W_A. BLOCK_I are the rows
-    of a tile, also in the kernels that stored the pairs.
+    If WHOLE there is one more row, for which there are programs of its own: the gradients of W_A, grad_a^T x, and of
+    B_A. BLOCK_I are the rows of a tile, also in the kernels that stored the pairs.
     """
     part = tl.program_id(1).to(tl.int64)
     first, end = part * 0, part * 0
@@ -546,9 +556,13 @@ def sums_kernel(
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_q, m_d = o_q < n_columns, o_d < d_inp
     n_sums = n_columns + 1 if WHOLE else n_columns  # one more for a_inp
+    if WHOLE and tl.program_id(2) == tl.num_programs(2) - 1:
+        sum_activations(x, x_tops, grad_a, sums + n_columns, tiles, out + ((part + 1) * n_sums - 1) * d_inp + o_d,
+                        totals + (part + 1) * n_sums - 1, tile, last, o_d, m_d, n_inp, per_sample, n_sums, x_i, PACKED, UNUSED,
+                        HALF, BLOCK_I, BLOCK_D, T)  # fmt: skip
+        return
     total = tl.zeros([BLOCK_Q, BLOCK_D], T)
     b_sum = tl.zeros([BLOCK_Q], T)
-    of_B_A = tl.zeros([1], T)
     for t in tl.range(tile, last, num_stages=STAGES):
         if WHOLE:
             _, first, end = tile_of(tiles, n_inp, per_sample, t, BLOCK_I, PACKED)
@@ -564,8 +578,6 @@ def sums_kernel(
         m_tile = first < end  # packed samples leave tiles without rows
         b_sums = tl.load(sums + t * n_sums + o_q, mask=m_q, other=0.0)
         b_sum += tl.where(m_tile, b_sums, 0.0) if WHOLE else b_sums
-        if WHOLE:
-            of_B_A += tl.where(m_tile, tl.load(sums + t * n_sums + n_columns + tl.arange(0, 1)), 0.0)
         if HALF:
             top = tl.load(tops + t)
             top = tl.where(m_tile, top, 0.0) if WHOLE else top
@@ -577,29 +589,6 @@ def sums_kernel(
     tl.store(p_out + o_q[:, None] * d_inp, total, mask=m_q[:, None] & m_d[None, :])
     if tl.program_id(0) == 0:
         tl.store(totals + part * n_sums + o_q, b_sum, mask=m_q)
-    if WHOLE and (tl.program_id(0) == 0) & (tl.program_id(2) == 0):
-        tl.store(totals + part * n_sums + n_columns + tl.arange(0, 1), of_B_A)
-
-
-@triton.jit
-def activation_sums_kernel(
-    x, x_tops, grad_a, out,  # [r, d], [r], [r], [p, n_sums, d] the last row of each part
-    n_rows, n_sums, d_inp, x_i, PART: tl.constexpr, HALF: tl.constexpr, UNUSED: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """grad_a^T x, the gradient of W_A, for parts of the rows of all samples."""
-    part = tl.program_id(1).to(tl.int64)
-    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    m_d = o_d < d_inp
-    total = tl.zeros([BLOCK_I, BLOCK_D], T)
-    for start in range(part * PART, tl.minimum((part + 1) * PART, n_rows), BLOCK_I):
-        o_r = start + tl.arange(0, BLOCK_I)
-        b_a = tl.load(grad_a + o_r, mask=o_r < n_rows, other=0.0)
-        if HALF:
-            b_a *= tl.load(x_tops + o_r, mask=o_r < n_rows, other=0.0) * (1.0 / 2**14)
-        m_i = rows_used(b_a, o_r < n_rows, UNUSED)
-        total += b_a[:, None] * tl.load(x + o_r[:, None] * x_i + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0).to(T)
-    tl.store(out + ((part + 1) * n_sums - 1) * d_inp + o_d, tl.sum(total, 0), mask=m_d)
 
 
 @triton.jit

@@ -22,6 +22,12 @@ from vecroute.ops.plan import Plan
 TILE = 64  # rows of a tile, of one sample
 LEAST_PROGRAMS = 120  # of a sum over inputs, which is cut into parts until there are as many: an H200 has 132 multiprocessors
 LARGE_PRODUCT = 2**27  # multiplications of a product, from where on cuBLAS does those between two passes
+# Found by trial on one H200 for halves: rows, features and warps of a program for the gradient of x_inp; registers
+# of a thread and stages of the pipeline of kernels over tiles, forward and backward.
+INPUT_GRADIENT = 128, 128, 8
+REGISTERS = {True: 128, False: 128}
+STAGES = {True: 3, False: 4}
+WORKSPACE = 2**24  # bytes for cuBLAS
 TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -91,6 +97,7 @@ class Steps:
     def make_memory(self) -> None:
         case, b, r, j, d, h = self.case, self.batch, self.n_rows, self.n_out, self.d, self.h
         n_tiles, q, f, M = self.n_tiles, self.n_shared, self.dtype, self.dtypes("M")[0]
+        workspace = {"workspace": ((WORKSPACE,), torch.uint8)} if self.large else {}
         saved: dict[str, tuple] = {"f": ((r,), f), "sqrt_n_inp": ((b,), f), "M": ((b, self.n_M, self.x_i), M)}
         if self.half:
             saved |= {"x": ((r, self.x_i), M), "x_tops": ((r,), f), "M_tops": ((b, self.n_M), f)}
@@ -123,7 +130,7 @@ class Steps:
             back |= {"whole_parts": ((n, q + 1, d), f), "whole_totals": ((n, q + 1), f)}
         else:
             back |= {"pair_parts": ((4, b, self.n_inp, j), f)}
-        self.saved, self.temporary, self.back = Memory(saved), Memory(temporary | rows | sums), Memory(back | rows | sums)
+        self.saved, self.temporary, self.back = Memory(saved), *(Memory(arrays | rows | sums | workspace) for arrays in (temporary, back))
 
     # Launches
 
@@ -186,9 +193,9 @@ class Steps:
         by_row = row_blocks(max(d, h))
         n = cdiv(b * j, by_row["BLOCK_R"])
         self.outputs = Launch(outputs_kernel, (n, 1, 1), self.dtypes("fffwwff"), (b * j, j, d, h), T=self.T, **by_row)
-        self.out_product = Product((b * j, h, d), self.dtype, add=True, tf32=case.tf32)
+        self.out_product = Product((b * j, h, d), self.dtype, workspace=WORKSPACE, add=True, tf32=case.tf32)
         self.normalize = self.by_vectors(normalize_kernel, "ff")
-        self.predict = Product((b * j, d, h), self.dtype, tf32=case.tf32)
+        self.predict = Product((b * j, d, h), self.dtype, workspace=WORKSPACE, tf32=case.tf32)
         by_row = row_blocks(d)
         n = cdiv(b * j, by_row["BLOCK_R"])
         self.scores_matrix = [
@@ -212,7 +219,7 @@ class Steps:
     def product(self, sizes: tuple[int, int, int], *, transposed: tuple[bool, bool], add: bool = False) -> Any:
         """A product of contiguous matrices; for each operand, whether memory holds its transpose."""
         if self.large:
-            return Product(sizes, self.dtype, transposed=transposed, add=add, tf32=self.case.tf32)
+            return Product(sizes, self.dtype, workspace=WORKSPACE, transposed=transposed, add=add, tf32=self.case.tf32)
         m, n, k = sizes
         a = (1, m) if transposed[0] else (k, 1)
         b = (1, k) if transposed[1] else (n, 1)
@@ -250,8 +257,8 @@ class Steps:
         few = block_j <= (64 if forward else 16)
         block_k = 64 if self.half else 32
         # With fewer registers for a thread, more programs are on a multiprocessor at once.
-        registers = {"maxnreg": 128} if self.half and block_j >= 64 and (forward or block_j == 64) else {}
-        blocks = {"BLOCK_I": TILE, "BLOCK_J": block_j, "BLOCK_K": block_k, "num_stages": 3}
+        registers = {"maxnreg": REGISTERS[forward]} if self.half and block_j >= 64 and (forward or block_j == 64) else {}
+        blocks = {"BLOCK_I": TILE, "BLOCK_J": block_j, "BLOCK_K": block_k, "num_stages": STAGES[forward]}
         return {**blocks, "num_warps": 4 if few else 8, **registers}
 
     def halves(self, n: int, batch: int, of: int, first: int) -> Launch:
@@ -267,7 +274,7 @@ class Steps:
         block_q, block_d = sum_blocks(columns)
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         parts = Launch(
-            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q)), self.dtypes("pxfffiiff"),
+            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q) + whole), self.dtypes("pxfffiiffff"),
             (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, PACKED=self.packed,
             UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=3,
             num_warps=8 if block_q > 64 or whole else 4, **self.precision,
@@ -337,13 +344,6 @@ class Steps:
         )  # fmt: skip
         if case.variable:
             self.sum_shared = self.sum(self.n_shared, whole=True)
-            _, _, n_parts = self.parts(self.n_shared, whole=True)
-            rows = cdiv(self.n_rows, n_parts)
-            self.activation_sums = Launch(
-                kernels.activation_sums_kernel, (cdiv(d, 256), n_parts, 1), self.dtypes("xfff"),
-                (self.n_rows, self.n_shared + 1, d, self.x_i), PART=max(16, next_power_of_2(rows)), HALF=self.half, UNUSED=self.unused,
-                BLOCK_I=16, BLOCK_D=256, T=self.T,
-            )  # fmt: skip
             self.shared_backward = Launch(
                 kernels.shared_backward_kernel, (cdiv(j, 32), cdiv(d, 32), 1), self.dtypes("ffffffff"), (j, d),
                 BLOCK_Q=32, BLOCK_D=32,
@@ -355,15 +355,17 @@ class Steps:
                 kernels.activations_backward_kernel, (cdiv(self.n_inp, rows), cdiv(d, block_d), 1), self.dtypes("Xfffff"),
                 (b, self.n_inp, d, d), UNUSED=self.unused, BLOCK_I=rows, BLOCK_D=block_d, T=self.T,
             )  # fmt: skip
-        rows, block_d = (TILE, 128) if self.packed or not self.half else (2 * TILE, 256)
+        rows, block_d, warps = (TILE, 128, 4) if self.packed or not self.half else INPUT_GRADIENT
         n_blocks = cdiv(d, block_d)
         per_sample = cdiv(self.n_inp, rows)
+        shared = self.saved.distance("M", "shared") if case.variable else 0
         n_tiles = self.n_tiles if self.packed else b * per_sample
         self.input_gradient = Launch(
-            kernels.input_gradient_kernel, (n_tiles * n_blocks, 1, 1), self.dtypes("pfMMffwiX"),
-            (self.n_inp, per_sample, j, self.n_M, d, self.results_i, self.x_i, self.n_rows, n_blocks),
+            kernels.input_gradient_kernel, (n_tiles * n_blocks, 1, 1), self.dtypes("pfMffwiX"),
+            (self.n_inp, per_sample, j, self.n_M + self.n_shared, self.n_M, d, self.results_i, self.x_i, shared, self.n_rows,
+             n_blocks),
             N_ITERS=case.n_iters, FIXED=not case.variable, PACKED=self.packed, UNUSED=self.unused, BLOCK_I=rows,
-            BLOCK_D=block_d, BLOCK_K=64 if self.half else 32, num_warps=8 if block_d == 256 else 4, num_stages=3, **self.precision,
+            BLOCK_D=block_d, BLOCK_K=64 if self.half else 32, num_warps=warps, num_stages=3, **self.precision,
         )  # fmt: skip
 
     def sum_samples(self, k: int, n: int, fresh: int) -> Launch:
