@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.common import aligned, cdiv
+from vecroute.ops.common import multiple_of_8, cdiv
 
 BLOCK = 1024
 
@@ -57,7 +57,7 @@ def columns_kernel(
 
 def by_features(M: Tensor, n_out: int) -> Tensor:
     """M [q, d] in bfloat16, [d / 64, rows, 8, 8]; each n_out of q are filled up to whole eights."""
-    (q, d), padded, M = M.shape, aligned(n_out), M.contiguous()
+    (q, d), padded, M = M.shape, multiple_of_8(n_out), M.contiguous()
     out = M.new_empty(d // 64, q // n_out * padded, 8, 8, dtype=torch.bfloat16)
     features_kernel[cdiv(out.numel(), BLOCK),](M, out, out.numel(), q, d, n_out, padded, BLOCK=BLOCK)
     return out

@@ -1,14 +1,21 @@
 """The streamed loop as PyTorch operators, so that autograd and torch.compile know it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from vecroute.ops import loop
-from vecroute.ops.common import Weights, compute_dtype, product_dtype, used_pairs, without_autocast
+from vecroute.ops.common import (
+    Weights,
+    aligned,
+    compute_dtype,
+    product_dtype,
+    used_pairs,
+    without_autocast,
+)
 from vecroute.ops.group import all_reduce
 from vecroute.ops.plan import Case, Plan, Tuning, make_plan
 from vecroute.ops.problem import Problem
@@ -77,10 +84,11 @@ def run_loop(
     n_iters: int,
     need_phi: bool,
     outputs: Sequence[int] | None,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x_out [..., j, h], phi [..., i, j] of the given outputs (None for all), and memory for the backward."""
     call = x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
-    plan = plan_of(*call, n_iters, need_phi)
+    plan = plan or plan_of(*call, n_iters, need_phi)
     if plan.path == "batch":
         return run_batch(plan, x_inp, named(weights), input_mask, pair_mask, cu_seqlens, need_phi, outputs)
     p = problem(*call)
@@ -114,7 +122,17 @@ def on_device(x: Tensor):
     return nullcontext()
 
 
-loop_op = torch.library.custom_op("vecroute::loop", run_loop, mutates_args=())
+@torch.library.custom_op("vecroute::loop", mutates_args=())
+def loop_op(
+    x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None, pair_mask: Tensor | None,
+    cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
+    group: str, n_iters: int, need_phi: bool, outputs: Sequence[int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``run_loop`` for compilers, which may hand over tensors that begin anywhere."""
+    return run_loop(
+        x_inp, [aligned(w) for w in weights], input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation,
+        group, n_iters, need_phi, outputs,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -172,10 +190,11 @@ def run_loop_backward(
     n_iters: int,
     saved: Tensor,
     need_grad_x: bool,
+    plan: Plan | None = None,
 ) -> list[Tensor]:
-    """Gradients of x_inp (empty if not needed) and of the weights."""
+    """Gradients of x_inp (empty if not needed) and of the weights; the plan of the forward pass, if it is known."""
     call = x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
-    plan = plan_of(*call, n_iters)
+    plan = plan or plan_of(*call, n_iters)
     if plan.path == "batch":
         from vecroute.ops.paths import batch
 
@@ -191,13 +210,27 @@ def run_loop_backward(
     parameters = {name: w for name, w in named(weights)._asdict().items() if w is not None}
     # Contiguous, as the fake below promises to compilers.
     grads_w = [
-        grads[name].to(w.dtype).contiguous() if name in grads else w.new_zeros(w.shape)
-        for name, w in parameters.items()
+        as_promised(grads[name], w.dtype) if name in grads else w.new_zeros(w.shape) for name, w in parameters.items()
     ]
     return [x_inp.new_empty(0) if grad_x is None else grad_x, *grads_w]
 
 
-loop_backward_op = torch.library.custom_op("vecroute::loop_backward", run_loop_backward, mutates_args=())
+def as_promised(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient, contiguous and in the dtype of its parameter."""
+    return grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
+
+
+@torch.library.custom_op("vecroute::loop_backward", mutates_args=())
+def loop_backward_op(
+    grad_x_out: Tensor, x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None, pair_mask: Tensor | None,
+    cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
+    group: str, n_iters: int, saved: Tensor, need_grad_x: bool,
+) -> list[Tensor]:  # fmt: skip
+    """``run_loop_backward`` for compilers."""
+    return run_loop_backward(
+        grad_x_out, x_inp, [aligned(w) for w in weights], input_mask, pair_mask, cu_seqlens, prior, rounded,
+        tuning, implementation, group, n_iters, saved, need_grad_x,
+    )  # fmt: skip
 
 
 @loop_backward_op.register_fake
@@ -211,7 +244,7 @@ def _setup_context(ctx, inputs, output) -> None:
     x_inp, weights, input_mask, pair_mask, cu_seqlens, *ctx.options, _, _ = inputs
     _, _, saved = output
     ctx.set_materialize_grads(False)
-    ctx.n_weights = len(weights)
+    ctx.n_weights, ctx.plan = len(weights), None
     ctx.save_for_backward(saved, x_inp, *weights, input_mask, pair_mask, cu_seqlens)
 
 
@@ -223,8 +256,8 @@ def _backward(ctx, grad_x_out, *_):
     need_grad_x = ctx.needs_input_grad[0]
     # With a graph the operator, which refuses to be differentiated.
     plain = is_plain(grad_x_out) and not torch.is_grad_enabled()
-    run: Callable = run_loop_backward if plain else loop_backward_op
-    grad_x, *grads = run(grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x)
+    call = grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x
+    grad_x, *grads = run_loop_backward(*call, ctx.plan) if plain else loop_backward_op(*call)
     return (grad_x if need_grad_x else None, grads, *[None] * 11)
 
 
@@ -244,8 +277,10 @@ class Loop(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_inp: Tensor, n_weights: int, *arguments):
         inputs = x_inp, arguments[:n_weights], *arguments[n_weights:]
-        x_out, phi, saved = run_loop(*inputs)  # [..., j, h], [..., i, j]
+        plan = plan_of(*inputs[:-1])
+        x_out, phi, saved = run_loop(*inputs, plan)  # [..., j, h], [..., i, j]
         _setup_context(ctx, inputs, (x_out, phi, saved))
+        ctx.plan = plan
         ctx.mark_non_differentiable(phi)
         return x_out, phi
 
@@ -278,7 +313,9 @@ def operator_arguments(
 ) -> tuple:
     """The arguments of ``problem``, with the weights that there are as a list."""
     rounded = product_dtype(x_inp)
-    tensors = [w.contiguous() for w in weights if w is not None]  # kernels count on it
+    tensors = [w for w in weights if w is not None]
+    if is_plain(x_inp):
+        tensors = [aligned(w) for w in tensors]
     return (
         x_inp, tensors, input_mask, pair_mask, cu_seqlens, prior, rounded, list(tuning), implementation, group
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import hopper
-from vecroute.ops.common import aligned, cdiv
+from vecroute.ops.common import multiple_of_8, cdiv
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import fits_descriptor, row_weights
 
@@ -58,7 +58,7 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
     (i, d), device = p.x_inp.shape[1:], p.x_inp.device
     c, first = d // D, x_hat is None
     launch, n_clusters = kernel(c, p.n_out, first, device)
-    j = aligned(p.n_out)
+    j = multiple_of_8(p.n_out)
     y_parts, s_parts = y.new_empty(n_clusters, d, j), y.new_empty(n_clusters * c, j)  # [., d, j], [., j]
     if first:
         units, unit_sums = y.new_empty(c, i), y.new_empty(n_clusters * c)  # [c, i], [.]
@@ -118,7 +118,7 @@ def scorers(c: int) -> int:
 
 def shared_bytes(c: int, n_out: int, first: bool) -> int:
     """The size of shared memory, as ``clusters.cu`` divides it."""
-    rows, warps, stages, j = 64, 16, 4 if first else 3, aligned(n_out)
+    rows, warps, stages, j = 64, 16, 4 if first else 3, multiple_of_8(n_out)
     loaded = stages * warps * D * 4
     tiles = 2 * rows * D * 2 + 2 * rows * 128  # x_inp and phi
     others = loaded + 5 * rows * 4 if first else j * D * 2 + (2 * c - 1) * (rows // c) * j * 4

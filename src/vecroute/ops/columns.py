@@ -7,7 +7,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, has_all_rows, of_chunk
-from vecroute.ops.common import aligned
+from vecroute.ops.common import multiple_of_8
 from vecroute.ops.problem import Problem, over_samples
 from vecroute.ops.products import multiplier
 
@@ -67,7 +67,7 @@ class Columns:
         """Rows that give c; in the first iteration W_A is one more, and zeros that keep columns aligned."""
         n = self.p.n_out if flat else 2 * self.p.n_out
         if self.first:
-            n = aligned(self.n_own + n + 1) - self.n_own
+            n = multiple_of_8(self.n_own + n + 1) - self.n_own
         return self.p.pairs.shared_rows(self.p, flat, n)  # [q - k, d], [q - k]
 
     def matrix(self, samples: slice, shared: Any) -> Any:

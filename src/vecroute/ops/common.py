@@ -97,9 +97,16 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def aligned(n: int) -> int:
-    """The least multiple of 8 that is not less."""
+def multiple_of_8(n: int) -> int:
+    """The least multiple of 8 that is not less than n."""
     return cdiv(n, 8) * 8
+
+
+def aligned(t: Tensor) -> Tensor:
+    """t, or a copy of it that is contiguous and begins at a multiple of 16 bytes: kernels count on both."""
+    if t.is_contiguous() and t.data_ptr() % 16 == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def next_power_of_2(n: int) -> int:

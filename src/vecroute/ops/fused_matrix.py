@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.common import aligned, cdiv, next_power_of_2
+from vecroute.ops.common import multiple_of_8, cdiv, next_power_of_2
 from vecroute.ops.fused_pairs import sum_samples_kernel, triton_dtype
 from vecroute.ops.problem import Grads, Problem
 
@@ -201,7 +201,7 @@ def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
     if shared is None:
         return own
     (b, k, d), n = own.shape, own.shape[1] + len(shared)
-    out = own.new_empty(b, d, aligned(n))[..., :n]  # [b, d, q]
+    out = own.new_empty(b, d, multiple_of_8(n))[..., :n]  # [b, d, q]
     grid = cdiv(n, BLOCKS["BLOCK_Q"]), cdiv(d, BLOCKS["BLOCK_D"]), b
     stacked_kernel[grid](own, shared, out, k, n, d, own.stride(0), *out.stride()[:2], **BLOCKS)
     return out.mT

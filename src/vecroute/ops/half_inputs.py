@@ -3,7 +3,7 @@
 import torch
 
 from vecroute.ops import input_gradient
-from vecroute.ops.common import aligned
+from vecroute.ops.common import multiple_of_8
 from vecroute.ops.problem import Problem
 
 ROWS = 64  # of a tile; what is summed over inputs shares a unit there
@@ -25,7 +25,7 @@ def half_inputs(p: Problem, n_iters: int) -> list[tuple[tuple[int, ...], torch.d
     """
     if not (n_iters == 2 and has_whole_samples(p) and has_sizes(p) and has_kernels(p)):
         return []
-    (b, i, d), q = p.x_inp.shape, aligned(2 * p.n_out + 1)
+    (b, i, d), q = p.x_inp.shape, multiple_of_8(2 * p.n_out + 1)
     half, single = torch.float16, torch.float32
     return [((b, i, d), half), ((b, i), single), ((q, d), half), ((q,), single), ((q,), single)]
 
@@ -41,7 +41,7 @@ def has_sizes(p: Problem) -> bool:
     (b, i, d), j = p.x_inp.shape, p.n_out
     aligned_sizes = d % FEATURES == 0 and j % 8 == 0
     fits = aligned_sizes and d <= MOST_FEATURES and j <= MOST_OUTPUTS and b < 2**16
-    copied, kept = b * i * d * 2, b * i * aligned(2 * j + 1) * 4  # bytes
+    copied, kept = b * i * d * 2, b * i * multiple_of_8(2 * j + 1) * 4  # bytes
     fits = fits and copied <= 4 * p.tuning.keep_bytes and kept <= p.tuning.keep_bytes
     fits = fits and b * i * 8 * j < 2**31  # offsets of pairs are 32 bits
     return fits and 2 * copied >= LEAST_BYTES and b * (d // FEATURES) >= LEAST_PROGRAMS

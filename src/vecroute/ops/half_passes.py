@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.columns import new_matrix
-from vecroute.ops.common import aligned, cdiv, next_power_of_2
+from vecroute.ops.common import multiple_of_8, cdiv, next_power_of_2
 from vecroute.ops.fused_half import (
     first_phi_backward_kernel,
     first_phi_kernel,
@@ -78,7 +78,7 @@ class HalfGradient:
             return p.x_inp.new_empty(*shape, dtype=dtype)
 
         self.grad_x = grad_x
-        self.pairs = new_pairs(p.x_inp, 3 * j + aligned(2 * j + 1))  # [b, i, k]
+        self.pairs = new_pairs(p.x_inp, 3 * j + multiple_of_8(2 * j + 1))  # [b, i, k]
         self.M, self.M_tops = (
             empty(b, 3 * j, d, dtype=torch.float16),
             empty(b, 3 * j),
@@ -131,7 +131,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into: HalfGradient, g
     pairs = grad_s.new_empty(b, i, M.shape[1])  # [b, i, 2 j or j]
     product(half.x, halves.mT, pairs)
     grad_M, sums = into.grad_M[:, summed], into.sums[:, summed]  # [b, 2 j or j + 1, d], [b, 2 j or j + 1]
-    to_sum, sum_tops = new_pairs(p.x_inp, aligned(sums.shape[1])), grad_s.new_empty(b, n)  # [b, i, .], [b, n]
+    to_sum, sum_tops = new_pairs(p.x_inp, multiple_of_8(sums.shape[1])), grad_s.new_empty(b, n)  # [b, i, .], [b, n]
     parts = grad_s.new_empty(b, n, sums.shape[1])  # [b, n, 2 j or j + 1]
     of_pairs = pairs, M_tops, kept, half.tops, half.W_tops, half.bias
     of_sums = to_sum, sum_tops, parts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import hopper
-from vecroute.ops.common import aligned, cdiv
+from vecroute.ops.common import multiple_of_8, cdiv
 from vecroute.ops.problem import Problem
 
 GROUPS, ROWS = 2, 64  # a block has so many groups of 128 threads, each with so many rows
@@ -40,7 +40,7 @@ def of_one(waiting: int, n_out: int) -> Sizes:
 
 def of_many(n_out: int) -> Sizes:
     """Of a batch of a variable length, with the pairs of ``half_passes.HalfGradient``."""
-    return Sizes(1, n_out, n_out + aligned(2 * n_out + 1), batch=True, columns=128, stages=2)
+    return Sizes(1, n_out, n_out + multiple_of_8(2 * n_out + 1), batch=True, columns=128, stages=2)
 
 
 @cache

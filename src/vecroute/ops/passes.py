@@ -18,7 +18,7 @@ from torch import Tensor
 from vecroute.ops import clusters, rounded_product
 from vecroute.ops.chunks import Room, alike, as_operand, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns
-from vecroute.ops.common import aligned
+from vecroute.ops.common import multiple_of_8
 from vecroute.ops.problem import SMALL_COPY, Grads, Problem, over_samples
 from vecroute.ops.products import (
     accumulate,
@@ -47,7 +47,7 @@ def kept_array(p: Problem, n_iters: int) -> tuple[tuple[int, ...], torch.dtype]:
     b, i = p.x_inp.shape[:2]
     k = 2 * p.n_out if p.variable else (n_iters - 1) * p.width
     if p.variable and p.implementation == "fused":
-        k = aligned(k + 1)
+        k = multiple_of_8(k + 1)
     keep = n_iters > 1 and b * i * k * p.pair_dtype.itemsize <= p.tuning.keep_bytes
     keep &= p.variable or p.x_inp.device.type == "cpu" or p.pair_dtype != p.dtype
     return (b if keep else 0, i, k), p.pair_dtype

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops.common import Weights, aligned, cdiv, compute_dtype
+from vecroute.ops.common import Weights, multiple_of_8, cdiv, compute_dtype
 from vecroute.ops.group import add_up
 from vecroute.ops.plan import Tuning
 
@@ -96,7 +96,7 @@ class Problem:
         Products of bfloat16 are up to four times as fast with rows of whole 16 bytes. Where it is more than
         n_out, it is what j means in the shapes of M, x_hat, pairs and what is kept of them.
         """
-        return self.n_out if self.pair_dtype == self.dtype else aligned(self.n_out)
+        return self.n_out if self.pair_dtype == self.dtype else multiple_of_8(self.n_out)
 
     @cached_property
     def step_dtype(self) -> torch.dtype:

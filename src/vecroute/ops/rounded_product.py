@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import hopper
-from vecroute.ops.common import aligned, cdiv
+from vecroute.ops.common import multiple_of_8, cdiv
 from vecroute.ops.problem import Problem
 
 GROUPS, ROWS, FEATURES, STAGES = 2, 64, 64, 3
@@ -75,6 +75,6 @@ def source(n_out: int, parts: int) -> str:
 
 def shared_bytes(n_out: int, parts: int) -> int:
     """The size of shared memory, as ``rounded_product.cu`` divides it."""
-    stage = parts * aligned(n_out) * 128
+    stage = parts * multiple_of_8(n_out) * 128
     products = cdiv(ROWS * parts * n_out * 2, 1024) * 1024
     return STAGES * stage + GROUPS * max(2 * ROWS * 128, products) + 2 * STAGES * 8

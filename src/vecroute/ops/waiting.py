@@ -8,7 +8,7 @@ from torch import Tensor
 from vecroute.ops import input_gradient
 from vecroute.ops.chunks import Chunk, Room
 from vecroute.ops.columns import Columns, new_matrix
-from vecroute.ops.common import aligned
+from vecroute.ops.common import multiple_of_8
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import halves_of, has_halves, row_weights, widened
 
@@ -42,12 +42,12 @@ class InputGradient:
         place: Any = grad_W_A[None] if grad_W_A is not None and aside else self.grad_x  # [b, i, d]
         self.n_waiting = (n_iters - 1) * 2 * p.n_out
         self.n_kept = self.n_waiting + (3 if p.variable else 1) * p.n_out
-        self.n_all = self.n_waiting + (aligned(3 * p.n_out + 1) if p.variable else p.n_out)  # with a_inp
+        self.n_all = self.n_waiting + (multiple_of_8(3 * p.n_out + 1) if p.variable else p.n_out)  # with a_inp
         fits = grad_x is not None and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
         fits &= p.width == p.n_out
         self.apart = fits and not aside and self._is_little(p)
         if self.apart:
-            place = p.x_inp.new_empty(*p.x_inp.shape[:2], aligned(self.n_all), dtype=p.dtype)  # [b, i, w + q]
+            place = p.x_inp.new_empty(*p.x_inp.shape[:2], multiple_of_8(self.n_all), dtype=p.dtype)  # [b, i, w + q]
         self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
         self.aside = aside and self.waits  # in grad_W_A
         self.halved = self.aside and has_halves(p, self.n_waiting, self.grad_x, grad_W_A)
@@ -64,7 +64,7 @@ class InputGradient:
     def _is_little(self, p: Problem) -> bool:
         """Whether the pairs of all iterations, and M of every sample, may have memory of their own."""
         (b, i, d), n_samples = p.x_inp.shape, len(p.sqrt_n_inp)
-        size = aligned(self.n_all) * (b * i + n_samples * d) * p.dtype.itemsize
+        size = multiple_of_8(self.n_all) * (b * i + n_samples * d) * p.dtype.itemsize
         return p.implementation == "fused" and size <= min(WHOLE_BYTES, 2 * p.tuning.keep_bytes)
 
     def new_matrix(self, p: Problem, first: bool) -> Tensor:
@@ -103,7 +103,7 @@ class InputGradient:
             results = rows[..., w : w + columns.n]  # [b, i, 2 j]
             return results, results, rows[..., self.n_waiting + n_out : self.n_kept]
         if self.halved:
-            results = room.take("halves", self.place, b, i, aligned(n_out))[..., :n_out]  # [1, i, j]
+            results = room.take("halves", self.place, b, i, multiple_of_8(n_out))[..., :n_out]  # [1, i, j]
             return results, results, None
         if not self.aside and not self.apart:
             rows = room.take("all", pairs, b, i, self.n_waiting + columns.n)  # [b, i, w + q]

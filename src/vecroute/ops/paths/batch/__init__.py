@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops.common import Weights
+from vecroute.ops.common import Weights, aligned
 from vecroute.ops.launch import Stream
 from vecroute.ops.paths.batch.steps import Steps, Sum
 
 
 def arguments(x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None):
-    """Tensors as the kernels take them: contiguous, aligned, masks of every sample as bytes."""
-    w = {name: aligned(t) for name, t in weights._asdict().items() if t is not None}
+    """Tensors as the kernels take them: parameters by name, masks of every sample as bytes."""
+    w = {name: t for name, t in weights._asdict().items() if t is not None}
     if input_mask is not None:
         input_mask = aligned(input_mask.expand(x_inp.shape[:-1])).view(torch.uint8)  # [..., i]
     use = None if pair_mask is None else flat_mask(pair_mask, x_inp).view(torch.uint8)  # [b, i, j]
@@ -28,11 +28,6 @@ def flat_mask(mask: Tensor, x_inp: Tensor) -> Tensor:
     batch = x_inp.shape[:-2]
     mask = mask.expand(*batch, *mask.shape[-2:])  # [..., i, j]
     return mask if len(batch) == 1 else mask.reshape(-1, *mask.shape[-2:])  # [b, i, j]
-
-
-def aligned(t: Tensor) -> Tensor:
-    """t, or a copy of it that is contiguous and begins at a multiple of 16 bytes."""
-    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def forward(steps: Steps, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, cu_seqlens, phi_out: Tensor | None):
@@ -205,5 +200,4 @@ def address(stream: Stream, t: Tensor):
 
 
 def pointers(stream: Stream, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: address(stream, t) for name, t in tensors.items()}
-
+    return tensors if stream.interpreted else {name: t.data_ptr() for name, t in tensors.items()}
