@@ -136,7 +136,7 @@ def backward(
         if k == 0:
             steps.first_backward(
                 stream, x, M, x_tops, M_tops, shared_tops, *c, f, n, t["grad_s"], use, tiles, t["results"],
-                row(stream, steps, tops, steps.last - 1), row(stream, steps, tops, steps.last), *after,
+                tops, row(stream, steps, tops, steps.last), *after,
             )  # fmt: skip
             break
         steps.next_backward[k](
@@ -174,7 +174,7 @@ def backward(
     if need_grad_x:
         grad_x = torch.empty(x_inp.shape, dtype=x_inp.dtype, device=x_inp.device)
         steps.input_gradient(
-            stream, t["results"], tops, M, f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
+            stream, t["results"], row(stream, steps, tops, steps.last), M, f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
         )
     return grad_x, grads
 

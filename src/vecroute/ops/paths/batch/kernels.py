@@ -363,19 +363,35 @@ def next_backward_kernel(
 
 
 @triton.jit
+def change_units(results, before, tops, top, o_r, o_j, m_i, m, n_out, results_i, n_rows, N_ITERS: tl.constexpr):
+    """Store tops, and give the results of later iterations their units."""
+    tl.store(tops + o_r, top, mask=m_i)
+    for t in tl.static_range(N_ITERS - 1):
+        ratio = tl.load(before + tl.cast(t, tl.int64) * n_rows + o_r, mask=m_i, other=0.0) / top
+        p_results = results + o_r[:, None] * results_i + (N_ITERS - 2 - t) * 2 * n_out + o_j[None, :]
+        for _ in tl.static_range(2):
+            value = tl.load(p_results, mask=m, other=0.0) * ratio[:, None].to(tl.float16)
+            tl.store(p_results, value, mask=m)
+            p_results += n_out
+
+
+@triton.jit
 def first_backward_kernel(
     x, M, x_tops, M_tops, shared_tops,  # as above; M from row M_0 on: grad_y; [2 j] tops of rows for c_sum and c_ign
     c_sum, c_ign, f, sqrt_n_inp, grad_s, use, tiles,  # as above
     results,  # [r, q] from column M_0 on: phi, and where not FIXED the gradients of c_sum and c_ign
-    before, tops,  # as above
+    before, tops,  # [t - 1, r] tops of later iterations, the first last; [r] those of all results in the end
     grad_c, grad_f, parts,  # as above; grad_f turns into the gradient of W_A x_inp
     to_sum, sum_tops, sums,  # where not FIXED [r, 2 j] these gradients, [n], [n, 2 j + 1] with that of a_inp
-    n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
-    PRIOR: tl.constexpr, FRESH: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr,
+    n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b, n_rows,
+    PRIOR: tl.constexpr, N_ITERS: tl.constexpr, FRESH: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr,
     PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``first_kernel``, after that of every later iteration."""
+    """The gradient of ``first_kernel``, after that of every later iteration.
+
+    The results of those have units of their own, which rise: in the end all have that of the first.
+    """
     tile = tl.program_id(0).to(tl.int64)
     b, first, end = tile_of(tiles, n_inp, per_sample, tile, BLOCK_I, PACKED)
     if first >= end:
@@ -412,8 +428,8 @@ def first_backward_kernel(
         add_to(p_parts, of_sum, m_all, FRESH)
         add_to(p_parts + step, (R - 1.0) * grad_phi, m_all, FRESH)
         if HALF:
-            top = rising_top(tl.max(tl.abs(b_phi), 1), before, o_r, m_i, FRESH)
-            tl.store(tops + o_r, top, mask=m_i)
+            top = rising_top(tl.max(tl.abs(b_phi), 1), before + (N_ITERS - 2) * n_rows, o_r, m_i, FRESH)
+            change_units(results, before, tops, top, o_r, o_j, m_i, m, n_out, results_i, n_rows, N_ITERS)
             b_phi = (b_phi * (16384.0 / top)[:, None]).to(tl.float16)
         tl.store(p_results, b_phi, mask=m)
         return
@@ -436,8 +452,8 @@ def first_backward_kernel(
         of_sum = times_top(of_sum, shared_tops, o_j, m_j, HALF)
         of_ign = times_top(of_ign, shared_tops + n_out, o_j, m_j, HALF)
         greatest = tl.maximum(tl.abs(b_phi), tl.maximum(tl.abs(of_sum), tl.abs(of_ign)))
-        row_top = rising_top(tl.max(greatest, 1), before, o_r, m_i, FRESH)
-        tl.store(tops + o_r, row_top, mask=m_i)
+        row_top = rising_top(tl.max(greatest, 1), before + (N_ITERS - 2) * n_rows, o_r, m_i, FRESH)
+        change_units(results, before, tops, row_top, o_r, o_j, m_i, m, n_out, results_i, n_rows, N_ITERS)
         unit = (16384.0 / row_top)[:, None]
         b_phi = (b_phi * unit).to(tl.float16)
         of_sum, of_ign = (of_sum * unit).to(tl.float16), (of_ign * unit).to(tl.float16)
@@ -451,17 +467,16 @@ def first_backward_kernel(
 
 @triton.jit
 def input_gradient_kernel(
-    results, tops, M, f, grad_a, W_A, tiles,  # [r, q], [t, r], [b, n_M, d], [r], [r], [1 or i, d]
+    results, tops, M, f, grad_a, W_A, tiles,  # [r, q], [r] where HALF, [b, n_M, d], [r], [r], [1 or i, d]
     grad_x,  # [r, d]
-    n_inp, per_sample, n_out, n_columns, n_M, d_inp, results_i, M_i, shared, n_rows, n_blocks,
-    N_ITERS: tl.constexpr, FIXED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr,
+    n_inp, per_sample, n_columns, n_M, d_inp, results_i, M_i, shared, n_blocks,
+    FIXED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """grad_x = results M + grad_a W_A; 0 at inputs that are not used.
 
-    Behind the n_M rows of M of a sample come those that all share, which begin at M + shared. The results of each
-    iteration have units of their own, which rise from the last iteration to the first: here all get that of the first.
+    Behind the n_M rows of M of a sample come those that all share, which begin at M + shared.
     """
     # Neighbouring programs share rows of results, which then come from the cache.
     pid = tl.program_id(0)
@@ -472,24 +487,17 @@ def input_gradient_kernel(
     o_d = pid % n_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < d_inp
     m_i = rows_used(tl.load(f + o_r, mask=o_r < end, other=0.0), o_r < end, UNUSED)
-    if HALF:
-        top = tl.load(tops + tl.cast(N_ITERS - 1, tl.int64) * n_rows + o_r, mask=m_i, other=1.0)
     total = tl.zeros([BLOCK_I, BLOCK_D], T)
     for k in range(0, n_columns, BLOCK_K):
         o_k = k + tl.arange(0, BLOCK_K)
         m_k = o_k < n_columns
         m_pairs, m_M = m_i[:, None] & m_k[None, :], m_k[:, None] & m_d[None, :]
         b_pairs = tl.load(results + o_r[:, None] * results_i + o_k[None, :], mask=m_pairs, other=0.0).to(OPERAND)
-        if HALF:
-            for t in tl.static_range(N_ITERS - 1):
-                of_t = o_k // (2 * n_out) == N_ITERS - 2 - t
-                ratio = tl.load(tops + tl.cast(t, tl.int64) * n_rows + o_r, mask=m_i, other=1.0) / top
-                b_pairs = tl.where(of_t[None, :], b_pairs * ratio[:, None].to(OPERAND), b_pairs)
         o_M = tl.where(o_k < n_M, (b * n_M + o_k) * M_i, shared + (o_k - n_M) * M_i)
         b_M = tl.load(M + o_M[:, None] + o_d[None, :], mask=m_M, other=0.0).to(OPERAND)
         total = multiply(b_pairs, b_M, total, PRECISION)
     if HALF:
-        total *= (top * (1.0 / 2**28))[:, None]
+        total *= (tl.load(tops + o_r, mask=m_i, other=0.0) * (1.0 / 2**28))[:, None]
     m = m_i[:, None] & m_d[None, :]
     o_W = ((o_r - b * n_inp) if FIXED else o_r * 0)[:, None] * d_inp + o_d[None, :]
     b_a = tl.load(grad_a + o_r, mask=m_i, other=0.0)
@@ -506,7 +514,7 @@ def sum_activations(x, x_tops, grad_a, sums, tiles, p_out, p_total, tile, last, 
     """grad_a^T x over some tiles and features, and the sums that these tiles have of the gradient of a_inp."""
     total = tl.zeros([BLOCK_I, BLOCK_D], T)
     b_sum = tl.zeros([1], T)
-    for t in tl.range(tile, last, num_stages=2):
+    for t in tl.range(tile, last, num_stages=3):
         _, first, end = tile_of(tiles, n_inp, per_sample, t, BLOCK_I, PACKED)
         o_r = first + tl.arange(0, BLOCK_I)
         b_a = tl.load(grad_a + o_r, mask=o_r < end, other=0.0)
@@ -527,13 +535,13 @@ def sums_kernel(
     grad_a, x_tops,  # [r] each, if WHOLE
     out, totals,  # [p, q or q + 1, d], [p, n_sums]: for each part of a sample, or of all rows
     n_inp, per_sample, n_columns, d_inp, x_i, n_tiles, n_parts,  # how many tiles and parts a sample has
-    WHOLE: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, PART: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr, EXTRA: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Sums over inputs: pairs^T x, and pairs. A part has up to PART tiles of one sample, or of all if WHOLE.
 
-    If WHOLE there is one more row, for which there are programs of its own: the gradients of W_A, grad_a^T x, and of
+    If WHOLE there are EXTRA more rows, and programs for each, whose sums are the gradients of W_A, grad_a^T x, and of
     B_A. BLOCK_I are the rows of a tile, also in the kernels that stored the pairs.
     """
     part = tl.program_id(1).to(tl.int64)
@@ -555,11 +563,15 @@ def sums_kernel(
     o_q = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_q, m_d = o_q < n_columns, o_d < d_inp
-    n_sums = n_columns + 1 if WHOLE else n_columns  # one more for a_inp
-    if WHOLE and tl.program_id(2) == tl.num_programs(2) - 1:
-        sum_activations(x, x_tops, grad_a, sums + n_columns, tiles, out + ((part + 1) * n_sums - 1) * d_inp + o_d,
-                        totals + (part + 1) * n_sums - 1, tile, last, o_d, m_d, n_inp, per_sample, n_sums, x_i, PACKED, UNUSED,
-                        HALF, BLOCK_I, BLOCK_D, T)  # fmt: skip
+    n_sums = n_columns + EXTRA  # further ones for a_inp
+    extra = tl.program_id(2) - (tl.num_programs(2) - EXTRA)
+    if WHOLE and extra >= 0:
+        row = part * n_sums + n_columns + extra
+        step: tl.constexpr = (PART + EXTRA - 1) // EXTRA
+        tile += extra * step
+        last = tl.minimum(last, tile + step)
+        sum_activations(x, x_tops, grad_a, sums + n_columns, tiles, out + row * d_inp + o_d, totals + row, tile, last, o_d, m_d,
+                        n_inp, per_sample, n_columns + 1, x_i, PACKED, UNUSED, HALF, BLOCK_I, BLOCK_D, T)  # fmt: skip
         return
     total = tl.zeros([BLOCK_Q, BLOCK_D], T)
     b_sum = tl.zeros([BLOCK_Q], T)
@@ -576,7 +588,7 @@ def sums_kernel(
         b_pairs = tl.load(pairs + o_r[:, None] * n_columns + o_q[None, :], mask=m, other=0.0)
         b_x = tl.load(x + o_r[:, None] * x_i + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0)
         m_tile = first < end  # packed samples leave tiles without rows
-        b_sums = tl.load(sums + t * n_sums + o_q, mask=m_q, other=0.0)
+        b_sums = tl.load(sums + t * (n_columns + 1 if WHOLE else n_columns) + o_q, mask=m_q, other=0.0)
         b_sum += tl.where(m_tile, b_sums, 0.0) if WHOLE else b_sums
         if HALF:
             top = tl.load(tops + t)
@@ -621,7 +633,7 @@ def reduce_kernel(
 def shared_backward_kernel(
     grad, sums,  # [q, d], [q]
     grad_W_use, grad_W_ign, grad_B_use, grad_B_ign, grad_W_A, grad_B_A,  # [d, j], [d, j], [j], [j], [d], [1]
-    n_out, d_inp, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    n_out, d_inp, EXTRA: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the parameters in the rows of M that all samples share: c_sum and c_ign, and of a_inp."""
     j = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -634,13 +646,19 @@ def shared_backward_kernel(
     tl.store(grad_W_use + o, tl.trans(of_sum), mask=m)
     tl.store(grad_W_ign + o, tl.trans(of_sum + of_ign), mask=m)
     if tl.program_id(0) == 0:
-        tl.store(grad_W_A + d, tl.load(grad + 2 * n_out * d_inp + d, mask=m_d, other=0.0), mask=m_d)
+        total = tl.zeros([BLOCK_D], T)
+        for k in tl.static_range(EXTRA):
+            total += tl.load(grad + (2 * n_out + k) * d_inp + d, mask=m_d, other=0.0)
+        tl.store(grad_W_A + d, total, mask=m_d)
     if tl.program_id(1) == 0:
         b_sum = tl.load(sums + j, mask=m_j, other=0.0)
         tl.store(grad_B_use + j, b_sum, mask=m_j)
         tl.store(grad_B_ign + j, b_sum + tl.load(sums + n_out + j, mask=m_j, other=0.0), mask=m_j)
         if tl.program_id(0) == 0:
-            tl.store(grad_B_A, tl.load(sums + 2 * n_out))
+            total_B = tl.zeros([1], T)
+            for k in tl.static_range(EXTRA):
+                total_B += tl.load(sums + 2 * n_out + k + tl.arange(0, 1))
+            tl.store(grad_B_A + tl.arange(0, 1), total_B)
 
 
 @triton.jit

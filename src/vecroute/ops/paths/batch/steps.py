@@ -27,6 +27,7 @@ LARGE_PRODUCT = 2**27  # multiplications of a product, from where on cuBLAS does
 INPUT_GRADIENT = 128, 128, 8
 REGISTERS = {True: 128, False: 128}
 STAGES = {True: 3, False: 4}
+EXTRA = 4  # rows of a sum over all inputs for W_A, whose programs have no tensor cores to help
 WORKSPACE = 2**24  # bytes for cuBLAS
 TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -126,8 +127,8 @@ class Steps:
         sums = {"sum_parts": ((n_parts, j, d), f), "sum_totals": ((n_parts, j), f)}
         if case.variable:
             _, _, n = self.parts(q, whole=True)
-            back |= {"grad_c": ((r, 2 * j), f), "grad_shared": ((q + 1, d), f), "shared_sums": ((q + 1,), f)}
-            back |= {"whole_parts": ((n, q + 1, d), f), "whole_totals": ((n, q + 1), f)}
+            back |= {"grad_c": ((r, 2 * j), f), "grad_shared": ((q + EXTRA, d), f), "shared_sums": ((q + EXTRA,), f)}
+            back |= {"whole_parts": ((n, q + EXTRA, d), f), "whole_totals": ((n, q + EXTRA), f)}
         else:
             back |= {"pair_parts": ((4, b, self.n_inp, j), f)}
         self.saved, self.temporary, self.back = Memory(saved), *(Memory(arrays | rows | sums | workspace) for arrays in (temporary, back))
@@ -272,14 +273,15 @@ class Steps:
         packed = self.packed and not whole
         tiles, n, n_parts = self.parts(columns, whole)
         block_q, block_d = sum_blocks(columns)
+        extra = EXTRA if whole else 0
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         parts = Launch(
-            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q) + whole), self.dtypes("pxfffiiffff"),
-            (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, PACKED=self.packed,
+            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q) + extra), self.dtypes("pxfffiiffff"),
+            (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, EXTRA=extra, PACKED=self.packed,
             UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=3,
             num_warps=8 if block_q > 64 or whole else 4, **self.precision,
         )  # fmt: skip
-        n_sums = columns + 1 if whole else columns
+        n_sums = columns + extra
         at_once = 4 if packed else min(8, next_power_of_2(n))
         block = 1024 // at_once
         add = Launch(
@@ -339,14 +341,14 @@ class Steps:
             for k in range(case.n_iters)
         ]
         self.first_backward = self.tiles(
-            kernels.first_backward_kernel, f"xMfff{c}fffmipfffffpff", sizes(0), blocks, PRIOR=case.prior,
-            FRESH=bool(fresh[0]), **kinds,
+            kernels.first_backward_kernel, f"xMfff{c}fffmipfffffpff", (*sizes(0), self.n_rows), blocks, PRIOR=case.prior,
+            N_ITERS=case.n_iters, FRESH=bool(fresh[0]), **kinds,
         )  # fmt: skip
         if case.variable:
             self.sum_shared = self.sum(self.n_shared, whole=True)
             self.shared_backward = Launch(
                 kernels.shared_backward_kernel, (cdiv(j, 32), cdiv(d, 32), 1), self.dtypes("ffffffff"), (j, d),
-                BLOCK_Q=32, BLOCK_D=32,
+                EXTRA=EXTRA, BLOCK_Q=32, BLOCK_D=32, T=self.T,
             )  # fmt: skip
         else:
             self.sum_pairs = self.sum_samples(4 if case.n_iters > 1 else 2, self.n_inp * j, 1)
@@ -362,9 +364,8 @@ class Steps:
         n_tiles = self.n_tiles if self.packed else b * per_sample
         self.input_gradient = Launch(
             kernels.input_gradient_kernel, (n_tiles * n_blocks, 1, 1), self.dtypes("pfMffwiX"),
-            (self.n_inp, per_sample, j, self.n_M + self.n_shared, self.n_M, d, self.results_i, self.x_i, shared, self.n_rows,
-             n_blocks),
-            N_ITERS=case.n_iters, FIXED=not case.variable, PACKED=self.packed, UNUSED=self.unused, BLOCK_I=rows,
+            (self.n_inp, per_sample, self.n_M + self.n_shared, self.n_M, d, self.results_i, self.x_i, shared, n_blocks),
+            FIXED=not case.variable, PACKED=self.packed, UNUSED=self.unused, BLOCK_I=rows,
             BLOCK_D=block_d, BLOCK_K=64 if self.half else 32, num_warps=warps, num_stages=3, **self.precision,
         )  # fmt: skip
 
