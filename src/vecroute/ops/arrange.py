@@ -68,15 +68,6 @@ def by_columns(M: Tensor, weights: Tensor) -> Tensor:
     return arranged_columns(M[None], M, weights, len(M), 64)[0]
 
 
-def by_columns_of_batch(M: Tensor, shared: Tensor, columns: int) -> Tensor:
-    """M [b, n, d] and after it shared [k - n, d], both float16; k is filled up.
-
-    Returns:
-        [b, d / columns, k / 64, columns, 8, 8]
-    """
-    return arranged_columns(M, shared, None, M.shape[1] + len(shared), columns)
-
-
 def arranged_columns(M: Tensor, shared: Tensor, weights: Tensor | None, k: int, columns: int) -> Tensor:
     """Both of the above; weights [k, 1] or None."""
     (b, n, d), tiles = M.shape, cdiv(k, 64)

@@ -162,34 +162,28 @@ def scores_matrix_backward_kernel(
     tl.store(parts + n_rows + row, b_sum, mask=m_row)
 
 
-def shared_rows(
-    p: Problem, flat: bool, n: int, with_sum: bool = False, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As ``chunked.shared_rows``; of a flat c with those of c_sum before it, if ``with_sum``.
-
-    Args:
-        bias: [q] memory for the second result, if there is some.
-    """
+def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
+    """As ``chunked.shared_rows``."""
     d = p.x_inp.shape[-1]
-    rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n) if bias is None else bias  # and [q]
+    rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n)  # and [q]
     grid = cdiv(n, BLOCKS["BLOCK_Q"]), cdiv(d, BLOCKS["BLOCK_D"])
     shared_rows_kernel[grid](
         p.w.W_use, p.w.W_ign, p.w.B_use, p.w.B_ign, p.w.W_A, rows, bias, p.n_out, n, d,
-        PRIOR=p.prior if flat else 0.0, FLAT=flat, WITH_SUM=with_sum or not flat, T=triton_dtype(p), **BLOCKS,
+        PRIOR=p.prior if flat else 0.0, FLAT=flat, WITH_SUM=not flat, T=triton_dtype(p), **BLOCKS,
     )  # fmt: skip
     return rows, bias
 
 
 def shared_rows_backward(
-    p: Problem, grad: Tensor, sums: Tensor, flat: bool, first: bool, grads: Grads, with_sum: bool = False
+    p: Problem, grad: Tensor, sums: Tensor, flat: bool, first: bool, grads: Grads
 ) -> None:
-    """As ``chunked.shared_rows_backward``; ``with_sum`` as above."""
+    """As ``chunked.shared_rows_backward``."""
     names = ("W_use", "W_ign", "B_use", "B_ign", *(("W_A", "B_A") if first else ()))
     found = [grad.new_empty(getattr(p.w, name).shape) for name in names]
     grid = cdiv(p.n_out, BLOCKS["BLOCK_Q"]), cdiv(grad.shape[1], BLOCKS["BLOCK_D"])
     shared_rows_backward_kernel[grid](
         grad, sums, p.sqrt_n_inp, *found[:4], found[-2], found[-1], p.n_out, len(sums), grad.shape[1],
-        sums.stride(0), PRIOR=p.prior if flat else 0.0, FLAT=flat, WITH_SUM=with_sum or not flat,
+        sums.stride(0), PRIOR=p.prior if flat else 0.0, FLAT=flat, WITH_SUM=not flat,
         FIRST=first, BLOCK_B=32, T=triton_dtype(p), **BLOCKS,
     )  # fmt: skip
     for name, value in zip(names, found, strict=True):

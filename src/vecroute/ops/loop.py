@@ -12,21 +12,17 @@ from torch import Tensor
 
 from vecroute.ops import passes
 from vecroute.ops.columns import block_of, new_matrix
-from vecroute.ops.half_inputs import half_inputs
 from vecroute.ops.launch import Memory
 from vecroute.ops.problem import Grads, Problem
 from vecroute.ops.waiting import InputGradient, new_grad_x
-
-
-HALF = ("half x_inp", "half tops", "half W", "half W_tops", "half bias")  # arrays of ``p.half``
 
 
 def saved_memory(p: Problem, n_iters: int) -> Memory:
     """What a forward pass saves for the backward, as arrays of one allocation.
 
     y [t, b, j, d] and s [t, b, j] of every iteration, x_out [t - 1, b, j, h] and g [t - 1, b, j, d] before
-    every iteration but the first, f(a_inp) [b, i], what ``passes`` keep, x_hat too, copies of
-    ``p.kept_copies``, and the arrays of ``p.half``.
+    every iteration but the first, f(a_inp) [b, i], what ``passes`` keep, x_hat too, and copies of
+    ``p.kept_copies``.
     """
     b, (j, h), (rows, i, d) = p.sqrt_n_inp.shape[0], p.w.B_F2.shape, p.x_inp.shape
     arrays = {
@@ -39,7 +35,6 @@ def saved_memory(p: Problem, n_iters: int) -> Memory:
         "x_hat": passes.x_hat_array(p, n_iters),
     }
     arrays |= {f"copy of {name}": (tuple(t.shape), dtype) for name, (t, dtype) in p.kept_copies.items()}
-    arrays |= dict(zip(HALF, half_inputs(p, n_iters), strict=False))
     return Memory(arrays)
 
 
@@ -57,8 +52,6 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None) -
         x_hat[..., p.n_out :, :] = 0  # rows that no output has
     for name, (t, _) in p.kept_copies.items():
         p.copies[name] = kept_in_memory[f"copy of {name}"].copy_(t)
-    halves = [kept_in_memory[name] for name in HALF if name in kept_in_memory]
-    p.half = p.half_passes.HalfInputs(*halves).fill(p) if halves else None
     M = None
     for t in range(n_iters):
         last = t == n_iters - 1
@@ -81,8 +74,6 @@ def backward(p: Problem, grad_x_out: Tensor, n_iters: int, saved: Tensor, need_g
     kept_in_memory = {name: memory.tensor(saved, name) for name in memory.arrays}
     y, s, before, g, f_a_inp, kept, x_hat, *_ = kept_in_memory.values()
     p.copies.update({name: kept_in_memory[f"copy of {name}"] for name in p.kept_copies})
-    halves = [kept_in_memory[name] for name in HALF if name in kept_in_memory]
-    p.half = p.half_passes.HalfInputs(*halves) if halves else None
     grads = passes.new_grads(p, n_iters)
     grad_x = new_grad_x(p, need_grad_x)  # [b, i, d]
     for part in p.parts():
@@ -96,11 +87,8 @@ def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads
     """The same of some samples: fill grad_x [b, i, d] and add to grads."""
     (y, s, before, g, x_hat), (f_a_inp, kept, grad_x) = steps, inputs
     n_iters = y.shape[0]
-    if p.half is not None:
-        into, grad_f = p.half_passes.HalfGradient(p, grad_x), torch.empty_like(f_a_inp)  # and [b, i]
-    else:
-        into = InputGradient(p, n_iters, grad_x, None if p.variable else grads["W_A"])
-        grad_f = torch.zeros_like(f_a_inp)  # [b, i]
+    into = InputGradient(p, n_iters, grad_x, None if p.variable else grads["W_A"])
+    grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         M = into.new_matrix(p, first=t == 0)  # [b, j or 2 j, d]
         grad_s = p.steps.outputs_backward(p, grad_x_out, y[t], s[t], grads, block_of(p, M, 0))  # [b, j]

@@ -100,8 +100,6 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         phi_out: [b, i, j] to fill with phi, or None.
         outputs: the columns of phi to write, None for all.
     """
-    if p.half is not None:
-        return p.half_passes.forward_pass(p, M, f_a_inp, kept, y, s, phi_out, outputs)
     first = M is None
     if phi_out is None and clusters.can_iterate(p, first):
         return clusters.iterate(p, M, f_a_inp, y, s)
@@ -154,8 +152,6 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
         kept: from ``kept_in``.
         M: [b, j or 2 j, d] grad_y, and where there is a g the matrix of the scores.
     """
-    if p.half is not None:
-        return p.half_passes.backward_pass(p, g, f_a_inp, kept, M, grad_s, into, grad_f, grads)
     first, room = g is None, Room()
     columns = Columns(p, M, kept, first=first, forward=False, adds_up=into.waits)
     n_summed = columns.n - p.width

@@ -19,7 +19,7 @@ PLANS = 512  # as many are kept, the last used
 class Tuning(NamedTuple):
     """How a call is cut up: rows of a chunk (0: chosen from the shapes), bytes of i x j quantities kept.
 
-    Large batches on Hopper GPUs keep x_inp in float16 too, up to four times as many bytes.
+    A tuning other than the default asks for chunks.
     """
 
     rows: int = 0

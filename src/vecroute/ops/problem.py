@@ -41,7 +41,6 @@ class Problem:
     # Units of rows of x_inp [i] and of sums over them [], from the first iteration in ``clusters``.
     units: tuple[Tensor, Tensor] | None = None
     copies: dict[str, Tensor] = field(default_factory=dict)  # from ``in_dtype``
-    half: Any = None  # ``half_passes.HalfInputs`` where a call has them
 
     @cached_property
     def pairs(self) -> ModuleType:
@@ -52,11 +51,6 @@ class Problem:
     def steps(self) -> ModuleType:
         """The small steps between two passes: ``chunked_steps`` or ``fused_steps``."""
         return import_module(f"vecroute.ops.{self.implementation}_steps")
-
-    @cached_property
-    def half_passes(self) -> ModuleType:
-        """The passes of calls that have ``half``."""
-        return import_module("vecroute.ops.half_passes")
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -188,8 +182,8 @@ class Problem:
         use = self.use if self.use is None or len(self.use) == 1 else self.use[samples]  # [b or 1, i, j or 1]
         x_inp, sqrt_n_inp = self.x_inp[samples], self.sqrt_n_inp[samples]  # [b, i, d], [b, 1]
         return replace(
-            self, x_inp=x_inp, use=use, sqrt_n_inp=sqrt_n_inp, copies={}, half=None
-        )  # which have all samples
+            self, x_inp=x_inp, use=use, sqrt_n_inp=sqrt_n_inp, copies={}
+        )  # copies have all samples
 
     def total(self, *sums: Tensor) -> None:
         """Make sums over the inputs here sums over those of every rank, in place."""

@@ -22,11 +22,13 @@ from vecroute.ops.plan import Plan
 TILE = 64  # rows of a tile, of one sample
 LEAST_PROGRAMS = 120  # of a sum over inputs, which is cut into parts until there are as many: an H200 has 132 multiprocessors
 LARGE_PRODUCT = 2**27  # multiplications of a product, from where on cuBLAS does those between two passes
-# Found by trial on one H200 for halves: rows, features and warps of a program for the gradient of x_inp; registers
-# of a thread and stages of the pipeline of kernels over tiles, forward and backward.
-INPUT_GRADIENT = 128, 128, 8
+# Found by trial on one H200 for halves. A program for the gradient of x_inp: its rows, features, warps, the columns
+# that it multiplies at a time, and stages of its pipeline. Kernels over tiles: registers of a thread and stages,
+# forward (True) and backward. Sums over inputs: stages.
+INPUT_GRADIENT = 64, 64, 4, 64, 3
 REGISTERS = {True: 128, False: 128}
 STAGES = {True: 3, False: 4}
+SUM_STAGES = 4
 EXTRA = 4  # rows of a sum over all inputs for W_A, whose programs have no tensor cores to help
 WORKSPACE = 2**24  # bytes for cuBLAS
 TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
@@ -278,7 +280,7 @@ class Steps:
         parts = Launch(
             kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q) + extra), self.dtypes("pxfffiiffff"),
             (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, EXTRA=extra, PACKED=self.packed,
-            UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=3,
+            UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=SUM_STAGES,
             num_warps=8 if block_q > 64 or whole else 4, **self.precision,
         )  # fmt: skip
         n_sums = columns + extra
@@ -357,7 +359,7 @@ class Steps:
                 kernels.activations_backward_kernel, (cdiv(self.n_inp, rows), cdiv(d, block_d), 1), self.dtypes("Xfffff"),
                 (b, self.n_inp, d, d), UNUSED=self.unused, BLOCK_I=rows, BLOCK_D=block_d, T=self.T,
             )  # fmt: skip
-        rows, block_d, warps = (TILE, 128, 4) if self.packed or not self.half else INPUT_GRADIENT
+        rows, block_d, warps, block_k, stages = (TILE, 128, 4, 32, 3) if not self.half else INPUT_GRADIENT
         n_blocks = cdiv(d, block_d)
         per_sample = cdiv(self.n_inp, rows)
         shared = self.saved.distance("M", "shared") if case.variable else 0
@@ -366,7 +368,7 @@ class Steps:
             kernels.input_gradient_kernel, (n_tiles * n_blocks, 1, 1), self.dtypes("pfMffwiX"),
             (self.n_inp, per_sample, self.n_M + self.n_shared, self.n_M, d, self.results_i, self.x_i, shared, n_blocks),
             FIXED=not case.variable, PACKED=self.packed, UNUSED=self.unused, BLOCK_I=rows,
-            BLOCK_D=block_d, BLOCK_K=64 if self.half else 32, num_warps=warps, num_stages=3, **self.precision,
+            BLOCK_D=block_d, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **self.precision,
         )  # fmt: skip
 
     def sum_samples(self, k: int, n: int, fresh: int) -> Launch:
