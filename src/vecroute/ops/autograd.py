@@ -17,7 +17,8 @@ from vecroute.ops.common import (
     without_autocast,
 )
 from vecroute.ops.group import all_reduce
-from vecroute.ops.plan import Case, Plan, Tuning, make_plan
+from vecroute.ops.paths.batch.sizes import Sizes
+from vecroute.ops.plan import Case, Plan, Tuning, choose_path, make_plan
 from vecroute.ops.problem import Problem
 
 
@@ -28,39 +29,51 @@ def named(weights: Sequence[Tensor]) -> Weights:
 
 
 def problem(
-    x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
+    x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group, *, again=False
 ) -> Problem:
-    """The arguments of the operators for the paths that go by chunks, batch dimensions flattened to one."""
+    """The arguments of the operators for the paths that go by chunks, batch dimensions flattened to one.
+
+    Args:
+        again: leave sqrt_n_inp empty, since ``loop.backward`` has it; ranks need not count their inputs twice.
+    """
     batch = x_inp.shape[:-2]
     use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
     if use is not None:
         use = use.expand(*batch, *use.shape[-2:]).reshape(math.prod(batch), *use.shape[-2:])  # [b, i, j or 1]
-    sqrt_n_inp = sqrt_lengths(x_inp, input_mask, cu_seqlens, group)  # [b, 1]
+    if again:
+        b = math.prod(batch) if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        sqrt_n_inp = x_inp.new_empty(b, 1, dtype=compute_dtype(x_inp.dtype))  # [b, 1]
+    else:
+        sqrt_n_inp = sqrt_lengths(x_inp, input_mask, cu_seqlens, group)  # [b, 1]
     x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
     options = prior, rounded, Tuning(*tuning), implementation, group
     return Problem(x, named(weights), use, sqrt_n_inp, cu_seqlens, *options)
 
 
-def plan_of(
+def case_of(
     x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group, n_iters,
     need_phi=False,
-) -> Plan:  # fmt: skip
-    """The plan of a call of the operators."""
+) -> Case:  # fmt: skip
+    """Everything of a call of the operators that its plan depends on."""
     B_F2, variable = weights[4], len(weights) > 12
-    case = Case(
+    return Case(
         tuple(x_inp.shape), x_inp.dtype, rounded, weights[0].dtype, *B_F2.shape, n_iters, variable,
         input_mask is not None, None if pair_mask is None else mask_strides(pair_mask, x_inp),
         None if cu_seqlens is None else (len(cu_seqlens) - 1, cu_seqlens.dtype), prior, implementation,
         Tuning(*tuning), bool(group), is_tf32(x_inp, rounded), need_phi, x_inp.device,
     )  # fmt: skip
-    return make_plan(case)
+
+
+def plan_of(*call) -> Plan:
+    """The plan of a call of the operators."""
+    return make_plan(case_of(*call))
 
 
 def mask_strides(mask: Tensor, x_inp: Tensor) -> tuple[int, ...]:
     """Strides of a pair mask [b, i, j] with the batch dimensions of x_inp as one."""
     batch = x_inp.shape[:-2]
     mask = mask.expand(*batch, *mask.shape[-2:])  # [..., i, j]
-    return (mask if len(batch) == 1 else mask.reshape(-1, *mask.shape[-2:])).stride()
+    return (mask if len(batch) == 1 else mask.reshape(math.prod(batch), *mask.shape[-2:])).stride()
 
 
 def is_tf32(x_inp: Tensor, rounded: torch.dtype) -> bool:
@@ -103,7 +116,7 @@ def run_loop(
 
 def run_batch(plan: Plan, x_inp, w: Weights, input_mask, pair_mask, cu_seqlens, need_phi, outputs):
     """The same on the batch path."""
-    from vecroute.ops.paths import batch
+    from vecroute.ops.paths.batch import run as batch
 
     shape = x_inp.shape[:-1]
     dtype = compute_dtype(x_inp.dtype)
@@ -165,13 +178,15 @@ def n_columns(p: Problem, need_phi: bool, outputs: Sequence[int] | None) -> int:
 
 
 @loop_op.register_fake
-def _(x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, *rest):
-    *_, need_phi, outputs = rest
+def _(x_inp, weights, input_mask, pair_mask, cu_seqlens, *rest):
+    *options, n_iters, need_phi, outputs = rest
+    call = x_inp, weights, input_mask, pair_mask, cu_seqlens, *options
     (j, h), dtype = weights[4].shape, compute_dtype(x_inp.dtype)
     batch = x_inp.shape[:-2] if cu_seqlens is None else [cu_seqlens.shape[0] - 1]
     k = (j if outputs is None else len(outputs)) if need_phi else 0
-    # A size that no compiler can know: otherwise it would compile anew for every path and length.
-    saved = x_inp.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
+    plan = choose_path(case_of(*call, n_iters, need_phi))
+    memory = Sizes(plan).saved if plan.path == "batch" else loop.saved_memory(problem(*call, again=True), n_iters)
+    saved = x_inp.new_empty(memory.n_bytes, dtype=torch.uint8)
     return x_inp.new_empty(*batch, j, h, dtype=dtype), x_inp.new_empty(*x_inp.shape[:-1], k, dtype=dtype), saved
 
 
@@ -196,13 +211,13 @@ def run_loop_backward(
     call = x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
     plan = plan or plan_of(*call, n_iters)
     if plan.path == "batch":
-        from vecroute.ops.paths import batch
+        from vecroute.ops.paths.batch import run as batch
 
         with on_device(x_inp):
             x, w, _, use = batch.arguments(x_inp, named(weights), input_mask, pair_mask)
             grad_x, grads = batch.backward(plan.steps, grad_x_out, x, w, use, cu_seqlens, saved, need_grad_x)
     else:
-        p = problem(*call)
+        p = problem(*call, again=True)
         with tf32_under_autocast(p):
             flat = grad_x_out.reshape(len(p.sqrt_n_inp), *grad_x_out.shape[-2:])  # [b, j, h]
             grad_x, grads = loop.backward(p, flat, n_iters, saved, need_grad_x)

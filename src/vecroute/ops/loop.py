@@ -21,8 +21,8 @@ def saved_memory(p: Problem, n_iters: int) -> Memory:
     """What a forward pass saves for the backward, as arrays of one allocation.
 
     y [t, b, j, d] and s [t, b, j] of every iteration, x_out [t - 1, b, j, h] and g [t - 1, b, j, d] before
-    every iteration but the first, f(a_inp) [b, i], what ``passes`` keep, x_hat too, and copies of
-    ``p.kept_copies``.
+    every iteration but the first, f(a_inp) [b, i], what ``passes`` keep, x_hat too, sqrt(n_inp) [b, 1], and
+    copies of ``p.kept_copies``.
     """
     b, (j, h), (rows, i, d) = p.sqrt_n_inp.shape[0], p.w.B_F2.shape, p.x_inp.shape
     arrays = {
@@ -33,6 +33,7 @@ def saved_memory(p: Problem, n_iters: int) -> Memory:
         "f_a_inp": ((rows, i), p.dtype),
         "kept": passes.kept_array(p, n_iters),
         "x_hat": passes.x_hat_array(p, n_iters),
+        "sqrt_n_inp": ((b, 1), p.dtype),
     }
     arrays |= {f"copy of {name}": (tuple(t.shape), dtype) for name, (t, dtype) in p.kept_copies.items()}
     return Memory(arrays)
@@ -47,7 +48,8 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None) -
     memory = saved_memory(p, n_iters)
     saved = memory.new(p.x_inp)
     kept_in_memory = {name: memory.tensor(saved, name) for name in memory.arrays}
-    y, s, before, g, f_a_inp, kept, x_hat, *_ = kept_in_memory.values()
+    y, s, before, g, f_a_inp, kept, x_hat, sqrt_n_inp, *_ = kept_in_memory.values()
+    sqrt_n_inp.copy_(p.sqrt_n_inp)
     if p.width > p.n_out and len(x_hat):
         x_hat[..., p.n_out :, :] = 0  # rows that no output has
     for name, (t, _) in p.kept_copies.items():
@@ -72,7 +74,7 @@ def backward(p: Problem, grad_x_out: Tensor, n_iters: int, saved: Tensor, need_g
     """Gradients of x_inp (None if not needed) and of the parameters, from grad_x_out [b, j, h]."""
     memory = saved_memory(p, n_iters)
     kept_in_memory = {name: memory.tensor(saved, name) for name in memory.arrays}
-    y, s, before, g, f_a_inp, kept, x_hat, *_ = kept_in_memory.values()
+    y, s, before, g, f_a_inp, kept, x_hat, p.sqrt_n_inp, *_ = kept_in_memory.values()
     p.copies.update({name: kept_in_memory[f"copy of {name}"] for name in p.kept_copies})
     grads = passes.new_grads(p, n_iters)
     grad_x = new_grad_x(p, need_grad_x)  # [b, i, d]

@@ -108,7 +108,12 @@ class Plan:
 
 @lru_cache(PLANS)
 def make_plan(case: Case) -> Plan:
-    """Choose the path of a call."""
+    """The plan of a call, made once for each case."""
+    return choose_path(case)
+
+
+def choose_path(case: Case) -> Plan:
+    """Choose the path of a call; compilers ask with sizes that they do not know."""
     if case.implementation != "fused":
         return Plan(case, "chunked", f"implementation={case.implementation!r}")
     why_not = why_not_batch(case)

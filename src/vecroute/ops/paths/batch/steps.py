@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from vecroute.ops.common import cdiv, compute_dtype, next_power_of_2
+from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.fused_matrix import scores_matrix_backward_kernel
 from vecroute.ops.fused_norm import normalize_backward_kernel, normalize_kernel
 from vecroute.ops.fused_pairs import sum_samples_kernel
@@ -17,11 +17,9 @@ from vecroute.ops.fused_steps import (
 )
 from vecroute.ops.launch import Launch, Memory, Product
 from vecroute.ops.paths.batch import kernels, products
+from vecroute.ops.paths.batch.sizes import EXTRA, LEAST_PROGRAMS, PACKED_TILES, TILE, WORKSPACE, Sizes
 from vecroute.ops.plan import Plan
 
-TILE = 64  # rows of a tile, of one sample
-LEAST_PROGRAMS = 120  # of a sum over inputs, which is cut into parts until there are as many: an H200 has 132 multiprocessors
-LARGE_PRODUCT = 2**27  # multiplications of a product, from where on cuBLAS does those between two passes
 # Found by trial on one H200 for halves. A program for the gradient of x_inp: its rows, features, warps, the columns
 # that it multiplies at a time, and stages of its pipeline. Kernels over tiles: registers of a thread and stages,
 # forward (True) and backward. Sums over inputs: stages.
@@ -29,13 +27,7 @@ INPUT_GRADIENT = 64, 64, 4, 64, 3
 REGISTERS = {True: 128, False: 128}
 STAGES = {True: 3, False: 4}
 SUM_STAGES = 4
-EXTRA = 4  # rows of a sum over all inputs for W_A, whose programs have no tensor cores to help
-WORKSPACE = 2**24  # bytes for cuBLAS
 TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-def aligned(n: int, to: int = 4) -> int:
-    return cdiv(n, to) * to
 
 
 class Sum(NamedTuple):
@@ -45,31 +37,17 @@ class Sum(NamedTuple):
     add: Launch | None
 
 
-class Steps:
-    """Prepared launches and memory of a plan."""
+class Steps(Sizes):
+    """Prepared launches of a plan, and memory of each pass."""
 
     def __init__(self, plan: Plan):
-        case = self.case = plan.case
-        self.batch, self.n_inp, self.n_rows = plan.batch, plan.n_inp, plan.n_rows
-        self.dtype, self.packed, self.half = compute_dtype(case.dtype), case.packed is not None, plan.half
-        self.n_out, self.d, self.h, self.last = case.n_out, case.shape[-1], case.d_out, case.n_iters - 1
+        super().__init__(plan)
         self.T = TL[self.dtype]
-        self.x_i = aligned(self.d, 64) if self.half else self.d
-        self.n_M = self.n_out * (2 * case.n_iters - 1)  # rows of M that each sample has for itself
-        self.n_shared = 2 * self.n_out if case.variable else 0  # those that all share, for c_sum and c_ign
-        self.results_i = aligned(self.n_M + self.n_shared, 16)  # so that kernels load 16 bytes at once
-        # cuBLAS multiplies float32 and float64 parameters; it is faster from about here on, but takes more launches.
-        self.large = case.w_dtype == self.dtype and self.batch * self.n_out * self.d * self.h >= LARGE_PRODUCT
-        self.unused = case.input_mask or case.use_strides is not None
-        self.use = case.use_strides or (0, 0, 0)
         operand = torch.float16 if self.half else plan.operand
         # How products of small matrices multiply.
-        self.small = {"PRECISION": "ieee" if self.dtype == torch.float64 else "tf32" if case.tf32 else "tf32x3", "T": self.T}
+        small = "ieee" if self.dtype == torch.float64 else "tf32" if self.case.tf32 else "tf32x3"
+        self.small = {"PRECISION": small, "T": self.T}
         self.precision = {"HALF": self.half, "OPERAND": TL[operand], "PRECISION": plan.precision, "T": self.T}
-        per_sample = 1 if self.packed else cdiv(self.n_inp, TILE)
-        n_tiles = cdiv(self.n_rows, TILE) + self.batch if self.packed else self.batch * per_sample
-        self.per_sample, self.n_tiles = per_sample, n_tiles
-        self.blocks_of = [2 * k - 2 if k else 2 * self.last for k in range(case.n_iters)]  # of grad_y in M
         self.make_memory()
         self.make_forward()
         self.make_backward()
@@ -79,8 +57,7 @@ class Steps:
     def parts(self, columns: int, whole: bool = False) -> tuple[int, int, int]:
         """Tiles of a part of a sum over inputs, parts of a sample, and parts in all."""
         if self.packed and not whole:
-            tiles = min(max(4, next_power_of_2(max(1, self.n_rows // 2048))), 32)
-            return tiles, 1, cdiv(self.n_rows, tiles * TILE) + self.batch
+            return PACKED_TILES, 1, self.packed_parts()
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         block_q, block_d = sum_blocks(columns)
         programs = batch * cdiv(self.d, block_d) * cdiv(columns, block_q)
@@ -99,20 +76,9 @@ class Steps:
 
     def make_memory(self) -> None:
         case, b, r, j, d, h = self.case, self.batch, self.n_rows, self.n_out, self.d, self.h
-        n_tiles, q, f, M = self.n_tiles, self.n_shared, self.dtype, self.dtypes("M")[0]
-        workspace = {"workspace": ((WORKSPACE,), torch.uint8)} if self.large else {}
-        saved: dict[str, tuple] = {"f": ((r,), f), "sqrt_n_inp": ((b,), f), "M": ((b, self.n_M, self.x_i), M)}
-        if self.half:
-            saved |= {"x": ((r, self.x_i), M), "x_tops": ((r,), f), "M_tops": ((b, self.n_M), f)}
-        if case.variable:
-            saved |= {"c": ((r, 2 * j), f), "shared": ((q, self.x_i), M), "bias": ((q,), f), "shared_tops": ((q,), f)}
-        for k in range(case.n_iters):
-            saved |= {f"y{k}": ((b, j, d), f), f"s{k}": ((b, j), f)}
-            if k < self.last:
-                saved |= {f"before{k}": ((b, j, h), f), f"g{k}": ((b, j, d), f)}
+        n_tiles, q, f = self.n_tiles, self.n_shared, self.dtype
         _, _, n_parts = self.parts(j)
-        if self.packed:
-            saved |= {"tiles": ((n_tiles, 3), torch.int32), "parts": ((n_parts, 4), torch.int32)}
+        workspace = {"workspace": ((WORKSPACE,), torch.uint8)} if self.large else {}
         pairs = self.dtypes("p")[0]
         temporary = {"phi": ((r, j), pairs)}
         if self.large:
@@ -133,7 +99,7 @@ class Steps:
             back |= {"whole_parts": ((n, q + EXTRA, d), f), "whole_totals": ((n, q + EXTRA), f)}
         else:
             back |= {"pair_parts": ((4, b, self.n_inp, j), f)}
-        self.saved, self.temporary, self.back = Memory(saved), *(Memory(arrays | rows | sums | workspace) for arrays in (temporary, back))
+        self.temporary, self.back = (Memory(arrays | rows | sums | workspace) for arrays in (temporary, back))
 
     # Launches
 

@@ -1,0 +1,65 @@
+"""Sizes and memory of the batch path. Compilers trace this file with lengths that they do not know."""
+
+import torch
+
+from vecroute.ops.common import cdiv, compute_dtype
+from vecroute.ops.launch import Memory
+from vecroute.ops.plan import Plan
+
+TILE = 64  # rows of a tile, of one sample
+PACKED_TILES = 16  # of a part of a sum over the inputs of packed samples
+# A sum over inputs is cut into parts until there are as many programs: an H200 has 132 multiprocessors.
+LEAST_PROGRAMS = 120
+EXTRA = 4  # rows of a sum over all inputs for W_A, whose programs have no tensor cores to help
+LARGE_PRODUCT = 2**27  # multiplications of a product, from where on cuBLAS does those between two passes
+WORKSPACE = 2**24  # bytes for cuBLAS
+
+
+def aligned(n: int, to: int) -> int:
+    return cdiv(n, to) * to
+
+
+class Sizes:
+    """What the launches of a plan have to know, and the arrays that they fill.
+
+    ``saved`` lives until the backward pass, ``temporary`` and ``back`` for one pass.
+    """
+
+    def __init__(self, plan: Plan):
+        case = self.case = plan.case
+        self.batch, self.n_inp, self.n_rows = plan.batch, plan.n_inp, plan.n_rows
+        self.dtype, self.packed, self.half = compute_dtype(case.dtype), case.packed is not None, plan.half
+        self.n_out, self.d, self.h, self.last = case.n_out, case.shape[-1], case.d_out, case.n_iters - 1
+        self.x_i = aligned(self.d, 64) if self.half else self.d
+        self.n_M = self.n_out * (2 * case.n_iters - 1)  # rows of M that each sample has for itself
+        self.n_shared = 2 * self.n_out if case.variable else 0  # those that all share, for c_sum and c_ign
+        self.results_i = aligned(self.n_M + self.n_shared, 16)  # so that kernels load 16 bytes at once
+        # cuBLAS multiplies float32 and float64 parameters; it is faster from here on, but takes more launches.
+        self.large = case.w_dtype == self.dtype and self.batch * self.n_out * self.d * self.h >= LARGE_PRODUCT
+        self.unused = case.input_mask or case.use_strides is not None
+        self.use = case.use_strides or (0, 0, 0)
+        self.per_sample = 1 if self.packed else cdiv(self.n_inp, TILE)
+        self.n_tiles = cdiv(self.n_rows, TILE) + self.batch if self.packed else self.batch * self.per_sample
+        self.blocks_of = [2 * k - 2 if k else 2 * self.last for k in range(case.n_iters)]  # of grad_y in M
+        self.M_dtype = torch.float16 if self.half else self.dtype
+        self.saved = self.make_saved()
+
+    def packed_parts(self) -> int:
+        """Parts of all sums over the inputs of packed samples; an upper bound."""
+        return cdiv(self.n_rows, PACKED_TILES * TILE) + self.batch
+
+    def make_saved(self) -> Memory:
+        case, b, r, j, d, h = self.case, self.batch, self.n_rows, self.n_out, self.d, self.h
+        q, f, M = self.n_shared, self.dtype, self.M_dtype
+        arrays: dict[str, tuple] = {"f": ((r,), f), "sqrt_n_inp": ((b,), f), "M": ((b, self.n_M, self.x_i), M)}
+        if self.half:
+            arrays |= {"x": ((r, self.x_i), M), "x_tops": ((r,), f), "M_tops": ((b, self.n_M), f)}
+        if case.variable:
+            arrays |= {"c": ((r, 2 * j), f), "shared": ((q, self.x_i), M), "bias": ((q,), f), "shared_tops": ((q,), f)}
+        for k in range(case.n_iters):
+            arrays |= {f"y{k}": ((b, j, d), f), f"s{k}": ((b, j), f)}
+            if k < self.last:
+                arrays |= {f"before{k}": ((b, j, h), f), f"g{k}": ((b, j, d), f)}
+        if self.packed:
+            arrays |= {"tiles": ((self.n_tiles, 3), torch.int32), "parts": ((self.packed_parts(), 4), torch.int32)}
+        return Memory(arrays)
