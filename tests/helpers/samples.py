@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import vecroute as vr
+from vecroute.ops import Tuning
 
 N_OUT, D_INP, D_OUT = 5, 7, 3
 KINDS = ("auto", "reference", "general", "general over inputs", "matrix", "matrix skm")
@@ -29,6 +30,15 @@ def with_noise(module: nn.Module) -> nn.Module:
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) / 10)
     return module
+
+
+def with_chunks(layer: vr.VectorRouting, rows: int = 0) -> vr.VectorRouting:
+    """The same layer, which goes through chunks where ``fused`` would take the batch path.
+
+    A budget of one byte more is not the default, and changes nothing else.
+    """
+    layer.tuning = Tuning(rows, Tuning().keep_bytes + 1)
+    return layer
 
 
 def make(kind: str, n_inp: int | None = None) -> nn.Module:

@@ -4,22 +4,23 @@ import pytest
 import torch
 
 import vecroute as vr
-from tests.helpers.samples import with_noise
-from vecroute.ops import Tuning, loop
+from tests.helpers.samples import with_chunks, with_noise
+from vecroute.ops import autograd
 
-SHAPES = [  # n_inp, the shape of x_inp, rows of a chunk
+SHAPES = [  # n_inp, the shape of x_inp, rows of a chunk (None for the batch path)
+    (None, (3, 700, 64), None),
     (None, (3, 700, 64), 0),
     (None, (3, 700, 64), 128),  # the same memory again, chunk after chunk
     (None, (900, 256), 0),  # pairs wait
+    (500, (2, 500, 64), None),
     (500, (2, 500, 64), 0),
     (500, (500, 64), 128),
 ]
 
 
-def make(n_inp: int | None, shape: tuple[int, ...], rows: int) -> vr.VectorRouting:
+def make(n_inp: int | None, shape: tuple[int, ...], rows: int | None) -> vr.VectorRouting:
     layer = with_noise(vr.VectorRouting(n_inp=n_inp, n_out=48, d_inp=shape[-1], d_out=64, n_iters=3))
-    layer.tuning = Tuning(rows=rows)
-    return layer
+    return layer if rows is None else with_chunks(layer, rows)
 
 
 def gradients(layer: vr.VectorRouting, function, shape: tuple[int, ...]) -> list[torch.Tensor]:
@@ -61,8 +62,8 @@ def test_compiled(n_inp, shape, rows, options, tf32, monkeypatch):
     with torch.device("cuda"):
         layer = make(n_inp, shape, rows)
         expected = gradients(layer, layer, shape)
-        seen, forward = [], loop.forward
-        monkeypatch.setattr(loop, "forward", lambda *args: (seen.append(1), forward(*args))[1])
+        seen, run_loop = [], autograd.run_loop
+        monkeypatch.setattr(autograd, "run_loop", lambda *args: (seen.append(1), run_loop(*args))[1])
         compiled = torch.compile(layer, fullgraph=True, **options)
         for _ in range(2):
             assert_same(gradients(layer, compiled, shape), expected)

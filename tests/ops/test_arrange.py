@@ -37,19 +37,3 @@ def test_by_columns(k, nan_filled_memory):
             two = torch.stack((found[at], found[at + 1]), -1)  # [4, 2, 2, 2]
             assert torch.equal(two.flatten(), expected[block : block + 32, column])
     assert arranged.ne(0).sum() == expected.ne(0).sum()
-
-
-@pytest.mark.parametrize(("n", "k"), [(192, 328), (40, 72), (64, 64)])
-def test_by_columns_of_batch(n, k, nan_filled_memory):
-    """As of each sample alone, with the rows that all share after its own."""
-    M, shared = torch.randn(3, n, 128).half(), torch.randn(k - n, 128).half()
-    for columns in (64, 128):
-        arranged = arrange.by_columns_of_batch(
-            M, shared, columns
-        )  # [3, 128 / columns, k / 64, columns, 8, 8]
-        for found, own in zip(arranged, M, strict=True):
-            rows = torch.cat((own, shared)).float() / 2**14
-            one = (
-                arrange.by_columns(rows, torch.ones(k, 1)).movedim(0, 1).flatten(1, 2)
-            )  # [k / 64, 128, 8, 8]
-            assert torch.equal(found.movedim(0, 1).flatten(1, 2), one)

@@ -12,8 +12,8 @@ from tests.helpers.samples import with_noise
 from tests.helpers.tolerance import assert_layer_as_good
 from vecroute.ops import Tuning, chunked_steps, fused, fused_matrix, loop, passes
 from vecroute.ops import problem as problems
-from vecroute.ops.chunks import Chunk, Room, alike
 from vecroute.ops.autograd import operator_arguments, problem
+from vecroute.ops.chunks import Chunk, Room, alike
 from vecroute.ops.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("tf32")  # else products are kernels of their own
@@ -73,7 +73,8 @@ def make(n_inp: int, n_out: int, d: int, dtype: torch.dtype = torch.float32, dev
 def test_a_forward_needs_two_percent(n_inp, dtype, n_chunks, launches, rooms):
     """On top of x_inp: a chunk, and f(a_inp). Some 10 MB are left for what libraries take."""
     p = make(n_inp, 100, 1024, dtype, "meta")
-    _, _, _, _, _, f_a_inp, *_ = loop.forward(p, 2)
+    _, saved = loop.forward(p, 2)
+    f_a_inp = loop.saved_memory(p, 2).tensor(saved, "f_a_inp")  # [1, i]
     of_a_pass = [sum(t.nbytes for t in room.values()) for room in rooms]
     if dtype != torch.float32:
         of_a_pass = [n + rooms[1]["phi"].nbytes // 2 for n in of_a_pass]  # rounded, to be multiplied
@@ -106,9 +107,9 @@ def calls(rows: int) -> tuple[int, int]:
     """Of a forward and of a backward over 640 inputs in chunks of so many rows."""
     p = make(640, 4, 64, rows=rows)
     with Calls() as forward:
-        x_out, *saved = loop.forward(p, 2)
+        x_out, saved = loop.forward(p, 2)
     with Calls() as backward:
-        loop.backward(p, x_out, *saved, need_grad_x=True)
+        loop.backward(p, x_out, 2, saved, need_grad_x=True)
     return forward.n, backward.n
 
 
@@ -126,9 +127,9 @@ def test_parts_of_samples_use_the_same_memory(launches, rooms):
     layer = with_noise(vr.VectorRouting(n_inp=6, n_out=3, d_inp=8, d_out=2)).requires_grad_(False)
     options = {"implementation": "fused", "tuning": Tuning(12)}
     p = problem(*operator_arguments(torch.randn(8, 6, 8), layer.weights(), None, None, 1 / 3, **options))
-    x_out, *saved = loop.forward(p, 2)
+    x_out, saved = loop.forward(p, 2)
     rooms.clear()
-    loop.backward(p, x_out, *saved, need_grad_x=True)
+    loop.backward(p, x_out, 2, saved, need_grad_x=True)
     assert launches["coefficients_backward_kernel"] == 2 * 4
     assert [room["parts"].numel() for room in rooms] == [4 * 12 * 3, 2 * 12 * 3]
 

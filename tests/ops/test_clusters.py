@@ -6,7 +6,7 @@ from torch.utils import cpp_extension
 
 import vecroute as vr
 from tests.helpers.constants import named_constants
-from tests.helpers.samples import with_noise
+from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_as_good, twin
 from vecroute.ops import clusters, hopper
 
@@ -36,7 +36,7 @@ def calls(monkeypatch, tf32):
 
 def make(n_inp: int, n_out: int, d_inp: int, n_iters: int = 2) -> vr.VectorRouting:
     sizes = {"n_inp": n_inp, "n_out": n_out, "d_inp": d_inp, "d_out": 64, "n_iters": n_iters}
-    return with_noise(vr.VectorRouting(**sizes, implementation="fused"))
+    return with_chunks(with_noise(vr.VectorRouting(**sizes, implementation="fused")))
 
 
 def assert_x_out_as_good(layer: vr.VectorRouting, x_inp: torch.Tensor) -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import vecroute as vr
-from tests.helpers.samples import with_noise
+from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_as_good, assert_layer_as_good, outcome, twin
-from vecroute.ops import Tuning, fused_halves, input_gradient, products
+from vecroute.ops import fused_halves, input_gradient, products
 
 pytestmark = pytest.mark.usefixtures("tf32", "device")
 CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
@@ -30,9 +30,7 @@ def calls(monkeypatch):
 
 def make(n_iters: int, n_inp: int, n_out: int, d_inp: int, rows: int = 0) -> vr.VectorRouting:
     sizes = {"n_inp": n_inp, "n_out": n_out, "d_inp": d_inp, "d_out": 9, "n_iters": n_iters}
-    layer = with_noise(vr.VectorRouting(**sizes, implementation="fused"))
-    layer.tuning = Tuning(rows=rows)
-    return layer
+    return with_chunks(with_noise(vr.VectorRouting(**sizes, implementation="fused")), rows)
 
 
 def row_error(got: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:

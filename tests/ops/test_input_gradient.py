@@ -7,9 +7,9 @@ import torch
 
 import vecroute as vr
 from tests.helpers.constants import named_constants
-from tests.helpers.samples import with_noise
+from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_layer_as_good
-from vecroute.ops import Tuning, arrange, input_gradient, products
+from vecroute.ops import arrange, input_gradient, products
 
 GPU = pytest.mark.gpu
 SIZES = [  # n_inp, d_inp, n_out, n_iters
@@ -35,28 +35,19 @@ def calls(monkeypatch, tf32):
 
 def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
     sizes = {"n_inp": n_inp, "n_out": n_out, "d_inp": d_inp, "d_out": 64, "n_iters": n_iters}
-    return with_noise(vr.VectorRouting(**sizes, implementation="fused"))
+    return with_chunks(with_noise(vr.VectorRouting(**sizes, implementation="fused")))
 
 
-@pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
-def test_shared_memory_is_as_large_as_the_kernel_divides(batch, waiting, n_out, device):
-    of_one, of_many = input_gradient.of_one, input_gradient.of_many
-    sizes = of_many(n_out) if batch else of_one(waiting, n_out)
-    waiting = sizes.waiting
-    given = {
-        "WAITING": waiting,
-        "N_OUT": n_out,
-        "N_LAST": sizes.n_last,
-        "BATCH": int(batch),
-        "STAGES": sizes.stages,
-        "COLUMNS": sizes.columns,
-    }
+def test_shared_memory_is_as_large_as_the_kernel_divides(waiting, n_out, device):
+    sizes = input_gradient.of_one(waiting, n_out)
+    given = {"WAITING": waiting, "N_OUT": n_out, "N_LAST": sizes.n_last, "BATCH": 0}
+    given |= {"STAGES": sizes.stages, "COLUMNS": sizes.columns}
     constants = named_constants("input_gradient.cu", given)
     assert input_gradient.shared_bytes(sizes) == constants["BARRIERS"] + 2 * sizes.stages * 8
     assert input_gradient.stage_bytes(sizes) == constants["STAGE"]
-    M = torch.zeros(1, constants["N_PAIRS"], sizes.columns).half()
-    assert arrange.by_columns_of_batch(M, M[0, :0], sizes.columns).numel() * 2 == constants["STAGE"]
+    M, weights = torch.zeros(constants["N_PAIRS"], sizes.columns), torch.ones(constants["N_PAIRS"], 1)
+    assert arrange.by_columns(M, weights).numel() * 2 == constants["STAGE"]
     for name in ("GROUPS", "ROWS"):
         assert constants[name] == getattr(input_gradient, name)
 
@@ -72,7 +63,7 @@ def test_source_has_the_sizes():
 @pytest.mark.parametrize("rows", [0, 64])
 def test_gradients_are_as_good_as_tf32(sizes, rows, calls, nan_filled_memory):
     layer = make(*sizes)
-    layer.tuning = Tuning(rows=rows)
+    with_chunks(layer, rows)
     assert_layer_as_good(layer, torch.randn(*sizes[:2]))
     assert len(calls) == (1 if not rows else -(-sizes[0] // rows))
 

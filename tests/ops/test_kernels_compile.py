@@ -8,7 +8,10 @@ from importlib.metadata import files
 
 import pytest
 
+from tests.helpers.batch_kernels import CALLS, launches
+from tests.helpers.paths import ROOT
 from vecroute.ops import clusters, input_gradient, rounded_product
+from vecroute.ops.paths.batch import kernels, products
 
 SCRIPT = """
 import triton
@@ -17,17 +20,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vecroute.ops import arrange, fused_activations, fused_halves, fused_matrix, fused_norm, fused_pairs
-from vecroute.ops import fused_half, fused_product, fused_rows, fused_steps, fused_sums
+from vecroute.ops import fused_product, fused_rows, fused_steps, fused_sums
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
 POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
 POINTERS += " beta_use beta_ign sums values W_use W_ign B_use B_ign bias"
-POINTERS += " c x_tops M_tops c_tops phi_tops sum_tops before phi_out"
 POINTERS = POINTERS.split()
 
 
 def is_pointer(name):
-    return name in POINTERS or name.startswith("grad_") and not name.endswith(("_b", "_i", "_x_d", "_start"))
+    return name in POINTERS or name.startswith("grad_") and not name.endswith(("_0", "_b", "_i", "_x_d", "_start"))
 
 
 def kind(name, constants, descriptors):
@@ -89,18 +91,8 @@ vectors = {"v": "*bf16", "grad_v": "*bf16"}
 compile(fused_norm.normalize_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
 compile(fused_norm.normalize_backward_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
 compile(arrange.features_kernel, 4, {"M": "*fp32", "out": "*bf16"}, BLOCK=1024)
-of_one, of_batch = dict.fromkeys(("M", "shared"), "*fp32"), dict.fromkeys(("M", "shared"), "*fp16")
-compile(arrange.columns_kernel, 4, of_one | {"out": "*fp16"}, WIDE=1, WEIGHTED=True)
-compile(arrange.columns_kernel, 4, of_batch | {"out": "*fp16"}, WIDE=2, WEIGHTED=False)
-compile(fused_half.halves_kernel, 4, {"out": "*fp16", "least": "fp32"}, BLOCK=1024)
-tile = {"BLOCK_I": 64, "BLOCK_J": 64}
-phi, results = {"phi": "*fp16"}, {"results": "*fp16", "to_sum": "*fp16"}
-compile(fused_half.first_phi_kernel, 4, phi, **tile)
-compile(fused_half.last_phi_kernel, 4, phi, PRIOR=0.02, SHOWN=True, **tile)
-compile(fused_half.last_phi_backward_kernel, 4, results, PRIOR=0.02, **tile)
-compile(fused_half.first_phi_backward_kernel, 4, results, **tile)
-halves = {"pairs": "*fp16", "x": "*fp16"}
-compile(fused_half.half_sums_kernel, 8, halves, BLOCK_D=128, STAGES=4, **tile)
+matrices = {"M": "*fp32", "shared": "*fp32", "out": "*fp16"}
+compile(arrange.columns_kernel, 4, matrices, WIDE=1, WEIGHTED=True)
 steps = {"BLOCK_B": 8, "BLOCK_N": 128, "T": tl.float32}
 of_one = {"ONE": True, "ROUNDS": True, "BLOCK_R": 8, "BLOCK_D": 128}
 compile(fused_steps.outputs_backward_kernel, 4, rounded, **of_one, **steps)
@@ -108,12 +100,34 @@ compile(fused_steps.predictions_backward_kernel, 4, rounded, OF_B=True, **steps)
 """
 
 
-def test_every_kernel_compiles():
+SHARED_BYTES = 227 * 1024  # the most that a program has on a Hopper GPU
+
+
+def printed(*arguments: str) -> list[str]:
+    """The lines that Python prints, in a process where Triton compiles kernels instead of interpreting them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-W", "ignore", *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == 35
+    return done.stdout.splitlines()
+
+
+def test_every_kernel_compiles():
+    assert len(printed("-c", SCRIPT)) == 28
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_of_the_batch_path_compile(name):
+    """And have no more shared memory than there is."""
+    for line in printed("-m", "tests.helpers.batch_kernels", name):
+        kernel, shared_bytes = line.split()
+        assert int(shared_bytes) <= SHARED_BYTES, f"{kernel} has {shared_bytes} bytes of shared memory"
+
+
+def test_every_kernel_of_the_batch_path_is_in_one_of_these_calls():
+    names = {name for module in (kernels, products) for name in vars(module) if name.endswith("_kernel")}
+    assert names
+    assert names <= {launch.kernel.__name__ for case in CALLS.values() for launch in launches(case)}
 
 
 def log_of_compilation(source: str) -> str:
@@ -145,12 +159,6 @@ def test_the_kernel_of_clusters_compiles(c, n_out, first):
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 128), (1, 4)])
 def test_the_kernel_of_the_input_gradient_compiles(waiting, n_out):
     log = log_of_compilation(input_gradient.source(input_gradient.of_one(waiting, n_out)))
-    assert "0 bytes spill stores, 0 bytes spill loads" in log, log
-
-
-@pytest.mark.parametrize("n_out", [64, 8, 40])
-def test_the_kernel_of_the_input_gradient_of_a_batch_compiles(n_out):
-    log = log_of_compilation(input_gradient.source(input_gradient.of_many(n_out)))
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log
 
 

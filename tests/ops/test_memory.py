@@ -8,46 +8,58 @@ import torch
 import vecroute as vr
 from vecroute.ops import problem
 
-N_INP, N_OUT, D_INP, D_OUT = 1000, 6, 8, 3
+N_INP, N_OUT, D_INP, D_OUT = 1024, 6, 8, 3  # arrays of N_INP numbers fill whole blocks of 256 bytes
 
 
-def largest_stored(implementation: str, n_inp: int | None, keep_bytes: int) -> int:
-    """Elements of the largest tensor stored that is neither x_inp nor a parameter."""
-    layer = vr.VectorRouting(
-        n_inp=n_inp, n_out=N_OUT, d_inp=D_INP, d_out=D_OUT, implementation=implementation
-    )
+def stored_bytes(implementation: str, n_inp: int, *, fixed: bool, keep_bytes: int) -> int:
+    """The size of all memory stored that is neither x_inp nor a parameter."""
+    sizes = {"n_inp": n_inp if fixed else None, "n_out": N_OUT, "d_inp": D_INP, "d_out": D_OUT}
+    layer = vr.VectorRouting(**sizes, implementation=implementation)
     layer.tuning = layer.tuning._replace(keep_bytes=keep_bytes)
-    x_inp = torch.randn(N_INP, D_INP, requires_grad=True)  # [i, d]
+    x_inp = torch.randn(n_inp, D_INP, requires_grad=True)  # [i, d]
     given = {tensor.data_ptr() for tensor in (x_inp, *layer.parameters())}
     stored = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
         x_out = layer(x_inp)
     x_out.sum().backward()
-    return max(tensor.numel() for tensor in stored if tensor.data_ptr() not in given)
+    return sum({t.data_ptr(): t.nbytes for t in stored if t.data_ptr() not in given}.values())
 
 
-@pytest.mark.parametrize("n_inp", [None, N_INP], ids=["variable", "fixed"])
+def stored_per_input(implementation: str, *, fixed: bool, kept: int = 0, missing: int = 0) -> float:
+    """How many float32 numbers each further input adds to what is stored.
+
+    Args:
+        kept, missing: the budget has room for ``kept`` numbers of each input, but for ``missing`` bytes.
+    """
+    short, long = (
+        stored_bytes(implementation, n, fixed=fixed, keep_bytes=max(0, 4 * kept * n - missing))
+        for n in (N_INP, 2 * N_INP)
+    )
+    return (long - short) / (4 * N_INP)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["variable", "fixed"])
 @pytest.mark.parametrize("implementation", ["auto", "chunked"])
-def test_nothing_of_size_i_times_anything(implementation, n_inp):
-    assert largest_stored(implementation, n_inp, keep_bytes=0) == N_INP  # f(a_inp)
+def test_nothing_of_size_i_times_anything(implementation, fixed):
+    assert stored_per_input(implementation, fixed=fixed) == 1  # f(a_inp)
 
 
-@pytest.mark.parametrize("keep_bytes", [2 * N_INP * N_OUT * 4 - 1, 2 * N_INP * N_OUT * 4])
-def test_pairs_are_kept_within_the_budget(keep_bytes):
-    stored = largest_stored("auto", None, keep_bytes)
-    assert stored == (2 * N_INP * N_OUT if keep_bytes >= 2 * N_INP * N_OUT * 4 else N_INP)
+@pytest.mark.parametrize("missing", [1, 0], ids=["does not fit", "fits"])
+def test_pairs_are_kept_within_the_budget(missing):
+    stored = stored_per_input("auto", fixed=False, kept=2 * N_OUT, missing=missing)
+    assert stored == 1 + (0 if missing else 2 * N_OUT)
 
 
-@pytest.mark.parametrize("keep_bytes", [N_INP * N_OUT * 4 - 1, N_INP * N_OUT * 4])
-def test_dot_products_of_a_fixed_length_are_kept_within_the_budget(keep_bytes):
-    stored = largest_stored("chunked", N_INP, keep_bytes)
-    assert stored == (N_INP * N_OUT if keep_bytes >= N_INP * N_OUT * 4 else N_INP)
+@pytest.mark.parametrize("missing", [1, 0], ids=["does not fit", "fits"])
+def test_dot_products_of_a_fixed_length_are_kept_within_the_budget(missing):
+    stored = stored_per_input("chunked", fixed=True, kept=N_OUT, missing=missing)
+    assert stored == 1 + (0 if missing else N_OUT)
 
 
-@pytest.mark.parametrize("n_inp", [None, N_INP], ids=["variable", "fixed"])
-def test_the_reference_stores_pairs(n_inp):
+@pytest.mark.parametrize("fixed", [False, True], ids=["variable", "fixed"])
+def test_the_reference_stores_pairs(fixed):
     """So the tests above can fail."""
-    assert largest_stored("reference", n_inp, keep_bytes=0) >= N_INP * N_OUT
+    assert stored_per_input("reference", fixed=fixed) >= N_OUT
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # there is one cycle

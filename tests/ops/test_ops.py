@@ -1,16 +1,17 @@
 """The streamed implementations against the reference: forward and every gradient."""
 
+import math
 from itertools import product
 
 import pytest
 import torch
 
 import vecroute as vr
-from tests.helpers.samples import with_noise
+from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_layer_as_good, outcome, twin
 from vecroute.ops import Tuning
-from vecroute.ops.chunks import chunks
 from vecroute.ops.autograd import operator_arguments, problem, sqrt_lengths
+from vecroute.ops.chunks import chunks
 
 SIZES = [  # n_inp, n_out, d_inp, d_out
     (63, 5, 17, 9),
@@ -20,17 +21,19 @@ SIZES = [  # n_inp, n_out, d_inp, d_out
 ]
 IDS = ["i{}-j{}-d{}-h{}".format(*size) for size in SIZES]
 IMPLEMENTATIONS = ["chunked", "fused"]
+PATHS = [*IMPLEMENTATIONS, "fused in chunks"]  # else fused takes the batch path
 TUNINGS = {"default": Tuning(), "rows7": Tuning(rows=7), "nothing kept": Tuning(rows=10, keep_bytes=0)}
 
 
 pytestmark = pytest.mark.usefixtures("device")
 
 
-def make(n_inp, n_out, d_inp, d_out, *, fixed, **options) -> vr.VectorRouting:
-    """A layer with no parameter left at zero."""
-    layer = vr.VectorRouting(n_inp=n_inp if fixed else None, n_out=n_out, d_inp=d_inp, d_out=d_out, **options)
-    with_noise(layer)
-    return layer
+def make(n_inp, n_out, d_inp, d_out, *, fixed, implementation="auto", **options) -> vr.VectorRouting:
+    """A layer with no parameter left at zero; its implementation may be one of PATHS."""
+    sizes = {"n_inp": n_inp if fixed else None, "n_out": n_out, "d_inp": d_inp, "d_out": d_out}
+    implementation, _, in_chunks = implementation.partition(" in ")
+    layer = with_noise(vr.VectorRouting(**sizes, implementation=implementation, **options))
+    return with_chunks(layer) if in_chunks else layer
 
 
 def masks_for(kinds: str, batch: tuple[int, ...], n_inp: int, n_out: int) -> dict[str, torch.Tensor]:
@@ -50,7 +53,7 @@ def masks_for(kinds: str, batch: tuple[int, ...], n_inp: int, n_out: int) -> dic
 @pytest.mark.parametrize("masked", ["", "input", "pair", "input and pair"])
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PATHS)
 def test_as_good_as_the_reference(implementation, size, fixed, masked, nan_filled_memory):
     layer = make(*size, fixed=fixed, implementation=implementation)
     x_inp = torch.randn(2, 3, size[0], size[2])
@@ -60,7 +63,7 @@ def test_as_good_as_the_reference(implementation, size, fixed, masked, nan_fille
 @pytest.mark.parametrize("masked", ["", "input", "pair", "input and pair"])
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("size", [(1, 1, 1, 1), (1, 2, 3, 2), (5, 1, 2, 3), (7, 3, 5, 4)], ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PATHS)
 def test_smallest_sizes(implementation, size, fixed, masked, nan_filled_memory):
     """In float64: with so few numbers, which of two float32 computations is nearer to the truth is luck."""
     layer = make(*size, fixed=fixed, implementation=implementation, dtype=torch.float64)
@@ -99,7 +102,7 @@ def test_chunks_batches_and_iterations(implementation, fixed, batch, n_iters, tu
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PATHS)
 def test_dtypes(implementation, fixed, dtype, nan_filled_memory):
     layer = make(60, 12, 40, 24, fixed=fixed, implementation=implementation, dtype=dtype)
     assert_layer_as_good(layer, torch.randn(3, 60, 40).to(dtype))
@@ -118,14 +121,14 @@ def test_gradcheck(fixed):
     assert torch.autograd.gradcheck(route, (x_inp, *layer.parameters()))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PATHS)
 def test_any_strides(implementation):
     layer = make(12, 3, 8, 4, fixed=True, implementation=implementation)
     x_inp = torch.randn(8, 12, 4, 5).permute(2, 3, 1, 0)[:, ::2]  # [4, 3, i, d]
     assert_layer_as_good(layer, x_inp)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PATHS)
 def test_no_gradient_of_x_where_none_is_needed(implementation):
     layer = make(12, 3, 8, 4, fixed=False, implementation=implementation)
     x_inp = torch.randn(5, 12, 8)
@@ -142,9 +145,9 @@ def test_no_gradient_of_x_where_none_is_needed(implementation):
     assert x_inp.grad is None
 
 
-@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("implementation", ["reference", *PATHS])
 def test_scores_of_unused_pairs_may_be_anything(implementation):
-    layer = vr.VectorRouting(n_inp=6, n_out=5, d_inp=4, d_out=3, implementation=implementation)
+    layer = make(6, 5, 4, 3, fixed=True, implementation=implementation)
     x_inp, pair_mask = torch.randn(6, 4), torch.ones(6, 5, dtype=torch.bool)
     pair_mask[2, 3] = False
     with torch.no_grad():
@@ -153,7 +156,7 @@ def test_scores_of_unused_pairs_may_be_anything(implementation):
         assert torch.equal(layer(x_inp, pair_mask=pair_mask), expected)
 
 
-@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("implementation", ["reference", *PATHS])
 def test_packed_equals_single(implementation, nan_filled_memory):
     layer = make(1, 5, 8, 6, fixed=False, implementation=implementation, dtype=torch.float64)
     lengths = [3, 0, 17, 1, 9]
@@ -221,7 +224,7 @@ def test_nested_must_be_jagged():
         layer.trace(jagged)
 
 
-@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("implementation", ["reference", *PATHS])
 def test_phi_of_some_outputs_and_into_a_memory_map(implementation, tmp_path, device):
     layer = make(20, 6, 8, 4, fixed=True, implementation=implementation)
     x_inp = torch.randn(3, 20, 8)
@@ -285,16 +288,21 @@ def test_bad_cu_seqlens(x_shape, cu_seqlens, message, device):
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_opcheck(implementation, fixed):
-    """torch.library's own checks: schema, autograd, fake implementation, compiled with autograd."""
-    layer = make(9, 3, 4, 2, fixed=fixed)
-    weights = [w for w in layer.weights() if w is not None]
+@pytest.mark.parametrize("masked", ["", "input and pair"])
+@pytest.mark.parametrize("implementation", PATHS)
+def test_opcheck(implementation, masked, fixed, nan_filled_memory):
+    """torch.library's own checks: schema, autograd, fake implementation, compiled with autograd.
+
+    They compare every byte that is saved for the backward, so memory that nobody wrote to must be all alike.
+    """
+    layer = make(9, 3, 4, 2, fixed=fixed, implementation=implementation)
+    options = {"implementation": layer.implementation, "tuning": layer.tuning}
+    masks = masks_for(masked, (2,), 9, 3)
     x_inp = torch.randn(2, 9, 4, requires_grad=True)
-    sqrt_n_inp = torch.full((2, 1), 3.0)
-    arguments = (x_inp, weights, None, sqrt_n_inp, None, 1 / 3, torch.float32, list(Tuning()))
-    arguments = (*arguments, implementation, "", 2, True, None)
-    result = torch.library.opcheck(torch.ops.vecroute.loop.default, arguments)
+    arguments = operator_arguments(
+        x_inp, layer.weights(), masks.get("input_mask"), masks.get("pair_mask"), 1 / 3, **options
+    )
+    result = torch.library.opcheck(torch.ops.vecroute.loop.default, (*arguments, 2, True, None))
     assert set(result.values()) == {"SUCCESS"}
 
 
@@ -306,7 +314,7 @@ def test_without_a_graph_nothing_is_saved_for_backward():
     assert saved == []
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PATHS)
 def test_no_samples_have_no_gradient(implementation, nan_filled_memory):
     layer = make(5, 3, 8, 4, fixed=True, implementation=implementation)
     for name, value in outcome(layer, torch.randn(0, 5, 8)).items():
@@ -314,18 +322,20 @@ def test_no_samples_have_no_gradient(implementation, nan_filled_memory):
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PATHS)
 def test_parameters_with_any_strides(implementation, fixed, nan_filled_memory):
+    """The same numbers to the last digit."""
     layer = make(12, 3, 20, 4, fixed=fixed, implementation=implementation)
-    expected = outcome(twin(layer, torch.float32), x_inp := torch.randn(2, 12, 20))
+    expected = outcome(layer, x_inp := torch.randn(2, 12, 20))
     for parameter in layer.parameters():
         parameter.data = torch.stack((parameter.data, parameter.data), -1)[..., 0]
     for name, value in outcome(layer, x_inp).items():
-        torch.testing.assert_close(value, expected[name], msg=lambda m, n=name: f"{n}: {m}")
+        assert torch.equal(value, expected[name]), name
+    assert_layer_as_good(layer, x_inp)
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PATHS)
 def test_one_output_has_no_gradient_of_its_scores(implementation, fixed):
     """Not even one from rounding: d_out of 1 is not normalised, and would make it large."""
     layer = make(7, 1, 3, 1, fixed=fixed, implementation=implementation, n_iters=3)
@@ -339,7 +349,7 @@ def test_one_output_has_no_gradient_of_its_scores(implementation, fixed):
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("shift", [20, -200])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PATHS)
 def test_gradients_of_extreme_scores(implementation, shift, fixed):
     """f(z) is 1 or 0 in float32 there, 1 - f(z) and R are not."""
     layer = make(13, 4, 17, 6, fixed=fixed, implementation=implementation)
@@ -376,8 +386,7 @@ def test_each_thread_has_as_many_samples(monkeypatch):
 def test_pairs_that_fill_the_memory_they_wait_in(implementation, n_out, rows, nan_filled_memory):
     """Of one sample that is the gradient of W_A, which programs for other features write meanwhile."""
     layer = make(5, n_out, 150, 3, fixed=True, implementation=implementation)
-    layer.tuning = Tuning(rows=rows)
-    assert_layer_as_good(layer, torch.randn(5, 150))
+    assert_layer_as_good(with_chunks(layer, rows), torch.randn(5, 150))
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
@@ -385,10 +394,10 @@ def test_pairs_that_fill_the_memory_they_wait_in(implementation, n_out, rows, na
 def test_pairs_of_several_iterations_wait(implementation, fixed, nan_filled_memory):
     """Side by side, as the rows of M that they are multiplied with do."""
     layer = make(13, 2, 20, 6, fixed=fixed, implementation=implementation, n_iters=4)
-    assert_layer_as_good(layer, torch.randn(3, 13, 20))
+    assert_layer_as_good(with_chunks(layer), torch.randn(3, 13, 20))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PATHS)
 def test_plain_calls_go_past_the_dispatcher(implementation, monkeypatch):
     """With the numbers of the operator, which is for whoever follows calls: compilers, modes, fake ones."""
     layer, x_inp = make(9, 3, 5, 4, fixed=True, implementation=implementation), torch.randn(2, 9, 5)
@@ -402,14 +411,12 @@ def test_plain_calls_go_past_the_dispatcher(implementation, monkeypatch):
     outcome(layer, x_inp)
 
 
-def test_lengths_of_plain_calls(monkeypatch):
-    """Computed by the host: the same numbers, and 1 where there are no inputs."""
-    xs = [torch.empty(2, 3, n, 4) for n in (0, 1, 7, 350, 4925, 999_983)]
-    plain = [sqrt_lengths(x, None, None, "") for x in xs]  # [6, 1] each
-    monkeypatch.setattr("vecroute.ops.autograd.is_plain", lambda x: False)
-    for x, lengths in zip(xs, plain, strict=True):
-        torch.testing.assert_close(lengths, sqrt_lengths(x, None, None, ""), rtol=2e-7, atol=0)
-    assert plain[0].tolist() == [[1.0]] * 6
+def test_lengths_of_plain_calls():
+    """sqrt(n_inp) of every sample, and 1 where there are no inputs."""
+    for n_inp in (0, 1, 7, 350, 4925, 999_983):
+        lengths = sqrt_lengths(torch.empty(1, 4).expand(2, 3, n_inp, 4), None, None, "")  # [6, 1]
+        expected = torch.full((6, 1), math.sqrt(max(1, n_inp)))  # [6, 1]
+        torch.testing.assert_close(lengths, expected, rtol=2e-7, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")

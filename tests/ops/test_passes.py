@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vecroute as vr
-from tests.helpers.samples import with_noise
+from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_layer_as_good
 from vecroute.ops import (
     Tuning,
@@ -19,9 +19,9 @@ from vecroute.ops import (
     products,
     waiting,
 )
+from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.chunks import Chunk
 from vecroute.ops.columns import Columns
-from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.problem import Grads
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -44,14 +44,14 @@ def test_wherever_pairs_wait(fixed, apart, rows, monkeypatch, nan_filled_memory)
     if not apart:
         monkeypatch.setattr(waiting, "WHOLE_BYTES", 0)
     layer = make(19 if fixed else None, n_iters=3)
-    layer.tuning = Tuning(rows=rows)
+    with_chunks(layer, rows)
     assert_layer_as_good(layer, torch.randn(3, 19, 36))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_pairs_of_half_precision_wait_apart(dtype, nan_filled_memory):
     """In the dtype of sums, which grad_x does not have."""
-    layer = make(n_out=8, d_inp=48, dtype=dtype)
+    layer = with_chunks(make(n_out=8, d_inp=48, dtype=dtype))
     x_inp = torch.randn(3, 40, 48).to(dtype)
     assert waiting.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp)).waits
     assert_layer_as_good(layer, x_inp)

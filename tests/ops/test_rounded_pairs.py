@@ -6,13 +6,13 @@ import torch
 from triton.runtime import interpreter
 
 import vecroute as vr
-from tests.helpers.samples import with_noise
+from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import rms, twin, upstream
-from vecroute.ops import Tuning, fused, fused_rows, fused_steps, passes, waiting
+from vecroute.ops import Tuning, fused, fused_rows, fused_steps, loop, passes, waiting
 from vecroute.ops import problem as problems
+from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.chunks import Chunk, Room, as_operand
 from vecroute.ops.columns import new_matrix
-from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.passes import new_kept
 
 CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
@@ -69,11 +69,25 @@ def dtypes(monkeypatch):
     return dtypes
 
 
+@pytest.fixture
+def saved(monkeypatch):
+    """A list with an entry for each forward pass: the arrays that it saves for the backward, by name."""
+    saved, forward = [], loop.forward
+
+    def seen(p, n_iters, *args):
+        x_out, memory = forward(p, n_iters, *args)
+        arrays = loop.saved_memory(p, n_iters)
+        saved.append({name: arrays.tensor(memory, name) for name in arrays.arrays})
+        return x_out, memory
+
+    monkeypatch.setattr(loop, "forward", seen)
+    return saved
+
+
 def make(n_inp: int, n_out: int, n_iters: int, rows: int = 0, **sizes: int) -> vr.VectorRouting:
     sizes = {"n_inp": n_inp, "n_out": n_out, "d_inp": 32, "d_out": 16, **sizes}
     layer = with_noise(vr.VectorRouting(**sizes, n_iters=n_iters, implementation="fused"))
-    layer.tuning = Tuning(rows=rows)
-    return layer
+    return with_chunks(layer, rows)
 
 
 def under_autocast(layer: vr.VectorRouting, x_inp: torch.Tensor, **options) -> dict[str, torch.Tensor]:
@@ -199,9 +213,7 @@ def test_other_pairs_are_not_rounded(which, dtypes, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", [0, 1], ids=["fits", "does not fit"])
-def test_dot_products_are_kept_for_a_backward_alone(missing, monkeypatch, nan_filled_memory):
-    kept, new_kept = [], passes.new_kept
-    monkeypatch.setattr(passes, "new_kept", lambda *args: kept.append(new_kept(*args)) or kept[-1])
+def test_dot_products_are_kept_for_a_backward_alone(missing, saved, nan_filled_memory):
     layer, x_inp = make(20, 16, 3), torch.randn(20, 32)
     layer.tuning = Tuning(keep_bytes=20 * 2 * 16 * 2 - missing)
     with torch.autocast(x_inp.device.type, torch.bfloat16):
@@ -209,6 +221,7 @@ def test_dot_products_are_kept_for_a_backward_alone(missing, monkeypatch, nan_fi
         with torch.no_grad():
             layer(x_inp)
         layer.route(x_inp, phi_out=torch.empty(20, 16))
+    kept = [arrays["kept"] for arrays in saved]
     assert [len(each) for each in kept] == [0 if missing else 1, 0, 0]
     assert kept[0].dtype == torch.bfloat16
     assert kept[0].isfinite().all()
@@ -254,8 +267,13 @@ def test_x_inp_is_rounded_once_if_it_is_small(missing, monkeypatch):
     assert ("x_inp" in p.copies) == (not missing)
 
 
-def test_copies_are_kept_for_the_backward(monkeypatch):
+def test_copies_are_kept_for_the_backward(monkeypatch, saved):
     """Of x_inp and of weights, each rounded once; not of a masked x_inp, and not without a graph."""
+
+    def copies() -> dict[str, tuple[int, ...]]:
+        """Shapes of the copies that the last forward pass saved."""
+        return {name: tuple(t.shape) for name, t in saved[-1].items() if name.startswith("copy of")}
+
     monkeypatch.setattr(problems.Problem, "step_dtype", torch.bfloat16)
     made, in_dtype = [], problems.Problem.in_dtype
 
@@ -271,25 +289,32 @@ def test_copies_are_kept_for_the_backward(monkeypatch):
         torch.autocast(x_inp.device.type, torch.bfloat16),
     ):
         layer(x_inp).sum().backward()
-        assert sorted(made) == ["W_F2", "W_G1", "x_inp"]
-        shapes = [tuple(t.shape) for t in stored if t.dtype == torch.bfloat16]
-        assert {(1, 20, 32), (32, 16), (16, 32)} <= set(shapes)
+        assert made == []  # the forward pass fills the copies, and the backward finds them
+        weights = {"copy of W_F2": (32, 16), "copy of W_G1": (16, 32)}
+        assert copies() == {"copy of x_inp": (1, 20, 32), **weights}
+        assert saved[-1]["copy of x_inp"].dtype == torch.bfloat16
+        assert torch.equal(saved[-1]["copy of x_inp"][0], x_inp.bfloat16())
+        memory = [t.untyped_storage().data_ptr() for t in stored]
+        assert saved[-1]["copy of x_inp"].untyped_storage().data_ptr() in memory
         stored.clear()
         with torch.no_grad():
             layer(x_inp)
+        assert stored == []
         layer(x_inp, torch.rand(20) > 0.3)
-    assert (1, 20, 32) not in [tuple(t.shape) for t in stored if t.dtype == torch.bfloat16]
+        assert copies() == weights
 
 
 @pytest.mark.parametrize("steps", ["rounded", "exact"])
-def test_opcheck(steps, monkeypatch):
-    """What is kept has the dtypes and shapes that compilers are promised."""
+def test_opcheck(steps, monkeypatch, nan_filled_memory):
+    """What is kept has the size that compilers are promised; memory that nobody wrote to is all alike."""
     if steps == "rounded":
         monkeypatch.setattr(problems.Problem, "step_dtype", torch.bfloat16)
-    weights = [w for w in make(9, 8, 2, d_inp=4, d_out=2).weights() if w is not None]
+    layer = make(9, 8, 2, d_inp=4, d_out=2)
+    options = {"implementation": "fused", "tuning": layer.tuning}
     x_inp = torch.randn(2, 9, 4, requires_grad=True)
-    arguments = (x_inp, weights, None, torch.full((2, 1), 3.0), None, 1 / 8, torch.bfloat16, list(Tuning()))
-    result = torch.library.opcheck(torch.ops.vecroute.loop.default, (*arguments, "fused", "", 2, False, None))
+    with torch.autocast(x_inp.device.type, torch.bfloat16):
+        arguments = operator_arguments(x_inp, layer.weights(), None, None, 1 / 8, **options)
+    result = torch.library.opcheck(torch.ops.vecroute.loop.default, (*arguments, 2, False, None))
     assert set(result.values()) == {"SUCCESS"}
 
 

@@ -5,9 +5,9 @@ import torch
 
 import vecroute as vr
 from tests.helpers.constants import named_constants
-from tests.helpers.samples import with_noise
+from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_as_good, outcome, twin
-from vecroute.ops import Tuning, arrange, products, rounded_product
+from vecroute.ops import arrange, products, rounded_product
 
 GPU = pytest.mark.gpu
 SIZES = [  # n_inp, d_inp, n_out, n_iters
@@ -33,7 +33,7 @@ def calls(monkeypatch, tf32):
 
 def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
     sizes = {"n_inp": n_inp, "n_out": n_out, "d_inp": d_inp, "d_out": 64, "n_iters": n_iters}
-    return with_noise(vr.VectorRouting(**sizes, implementation="fused"))
+    return with_chunks(with_noise(vr.VectorRouting(**sizes, implementation="fused")))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -66,7 +66,7 @@ def test_products_are_those_of_rounded_numbers(n, n_out, parts, d, calls):
 @pytest.mark.parametrize("rows", [0, 64])
 def test_gradients_are_as_good_as_autocast(sizes, rows, calls, nan_filled_memory):
     layer, x_inp = make(*sizes), torch.randn(*sizes[:2])
-    layer.tuning = Tuning(rows=rows)
+    with_chunks(layer, rows)
     truth = outcome(twin(layer, torch.float64), x_inp.double())
     with torch.autocast("cuda", torch.bfloat16):
         got, reference = outcome(layer, x_inp), outcome(twin(layer, torch.float32), x_inp)

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vecroute as vr
-from tests.helpers.samples import with_noise
+from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import twin, upstream
 from vecroute.ops import Tuning, fused_norm, fused_steps
-from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.autograd import operator_arguments, problem
+from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.problem import Grads, Problem
 
 SIZES = [  # b, n_out, d_inp, d_out
@@ -152,7 +152,7 @@ def test_rounded_operands(b, monkeypatch, nan_filled_memory):
 def test_autocast(implementation, fixed, device, nan_filled_memory):
     """Operands are rounded to bfloat16, the matrix of a pass as it is written."""
     sizes = {"n_inp": 60 if fixed else None, "n_out": 12, "d_inp": 40, "d_out": 24}
-    layer = with_noise(vr.VectorRouting(**sizes, implementation=implementation))
+    layer = with_chunks(with_noise(vr.VectorRouting(**sizes, implementation=implementation)))
     results = []
     for each, dtype in ((layer, torch.float32), (twin(layer, torch.float64), torch.float64)):
         x_inp = torch.linspace(-2, 2, 3 * 60 * 40, dtype=dtype).cos().mul(3).view(3, 60, 40).requires_grad_()

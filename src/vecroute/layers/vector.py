@@ -282,6 +282,28 @@ class VectorRouting(nn.Module):
             raise ValueError(f"cu_seqlens must be {expected}, got {cu_seqlens.tolist()}")
         return cu_seqlens
 
+    def plan(
+        self,
+        x_inp: Tensor,
+        input_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+    ) -> ops.Plan:
+        """How ``forward`` would route x_inp: the path that the call takes, and why. Print it to read it.
+
+        Nothing is computed, so x_inp may be on the meta device. A layer that iterates until it converges, or one
+        with ``implementation="reference"``, has no plan.
+        """
+        x_inp, cu_seqlens, _ = unpack_nested(x_inp, cu_seqlens)
+        if isinstance(self.n_iters, Converge):
+            raise ValueError("a layer whose n_iters is a Converge has no plan: it runs iterations one by one")
+        cu_seqlens, masks = self._check(x_inp, input_mask, pair_mask, cu_seqlens)
+        return ops.plan(
+            x_inp, self.weights(), self.n_iters, *masks, self.prior, implementation=self.implementation,
+            tuning=self.tuning, cu_seqlens=cu_seqlens, group=self.group,
+        )  # fmt: skip
+
     def trace(
         self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
     ) -> list[Iteration]:

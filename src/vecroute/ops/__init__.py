@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.common import Weights, compute_dtype, is_exporting
-from vecroute.ops.autograd import route_streamed
-from vecroute.ops.plan import Tuning
+from vecroute.ops.autograd import operator_arguments, plan_of, route_streamed
+from vecroute.ops.plan import Plan, Tuning
 from vecroute.ops.reference import route_reference
 from vecroute.ops.steps import StreamedSteps
 
-__all__ = ["IMPLEMENTATIONS", "Tuning", "Weights", "route", "steps"]
+__all__ = ["IMPLEMENTATIONS", "Plan", "Tuning", "Weights", "plan", "route", "steps"]
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "fused")
 HAS_TRITON = find_spec("triton") is not None  # not found out in a call, which compilers trace
@@ -83,6 +83,14 @@ def route(
     )
 
 
+def plan(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementation: str, **options) -> Plan:
+    """The plan of ``route`` with the same arguments."""
+    implementation = pick(implementation, x_inp, options["cu_seqlens"])
+    if implementation == "reference":
+        raise ValueError("implementation='reference' has no plan: it is Algorithm 2 line by line")
+    return plan_of(*operator_arguments(x_inp, weights, *args, implementation=implementation, **options), n_iters)
+
+
 def steps(x_inp: Tensor, weights: Weights, *args, implementation: str, **options):
     """The loop one iteration at a time, with the arguments of ``route`` that speak of all iterations alike.
 
@@ -134,6 +142,11 @@ def pick(implementation: str, x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
     """The implementation that the name stands for; raise if it cannot route x_inp."""
     if implementation == "auto":
         return choose(x_inp, cu_seqlens)
+    if implementation != "reference" and has_forward_mode():
+        raise RuntimeError(
+            f"implementation={implementation!r} has no forward-mode derivatives (torch.func.jvp, jacfwd, "
+            "torch.autograd.forward_ad): use implementation='auto' or 'reference'"
+        )
     if implementation == "fused" and (problem := why_not_fused(x_inp)):
         raise ValueError(f"implementation='fused' {problem}")
     return implementation
@@ -144,6 +157,19 @@ def checks_offsets(implementation: str, x_inp: Tensor) -> bool:
     return pick(implementation, x_inp, x_inp) == "fused"
 
 
+def has_forward_mode() -> bool:
+    """Whether derivatives go forward with the computation, inside torch.func.jvp or a dual level."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or []
+    return any(interpreter.key() == functorch.TransformType.Jvp for interpreter in stack)
+
+
 def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
     """What ``auto`` stands for."""
     if cu_seqlens is None:
@@ -151,6 +177,8 @@ def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
             return "reference"  # plain operators, that any runtime has
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return "reference"  # torch.func cannot transform operators that have a backward of their own
+    if has_forward_mode():
+        return "reference"
     return "fused" if x_inp.is_cuda and why_not_fused(x_inp) is None else "chunked"
 
 

@@ -105,6 +105,19 @@ class Plan:
 
         return Steps(self)
 
+    def __str__(self) -> str:
+        lines = [f"path: {self.path} ({self.why})", f"inputs: {self.n_rows} vectors in {self.batch} samples"]
+        if self.path == "batch":
+            operands = "float16 with a unit for each row" if self.half else f"{self.operand}, {self.precision}"
+            memory = self.steps.saved, self.steps.temporary, self.steps.back
+            saved, forward, backward = (f"{each.n_bytes / 2**20:.1f} MB" for each in memory)
+            lines += [
+                f"operands of products: {operands}",
+                f"memory: {saved} from forward to backward, {forward} in forward, {backward} in backward",
+                "kernels: " + ", ".join(self.steps.kernels()),
+            ]
+        return "\n".join(lines)
+
 
 @lru_cache(PLANS)
 def make_plan(case: Case) -> Plan:

@@ -52,6 +52,15 @@ class Steps(Sizes):
         self.make_forward()
         self.make_backward()
 
+    def kernels(self) -> list[str]:
+        """The launches, each once, with their grids."""
+        found: dict[str, None] = {}
+        for value in vars(self).values():
+            for each in value if isinstance(value, list | Sum) else (value,):
+                if isinstance(each, Launch | Product):
+                    found[str(each)] = None
+        return list(found)
+
     # Sizes
 
     def parts(self, columns: int, whole: bool = False) -> tuple[int, int, int]:
