@@ -168,7 +168,9 @@ def inputs_kernel(
             b_half = (b_x * (16384.0 / top)[:, None]).to(tl.float16)
             tl.store(x_half + o_r[:, None] * half_i + o_d, b_half, mask=m_all[:, None] & (o_d < half_i))
     a_inp = tl.sum(total, 1) / tl.load(sqrt_n_inp + b) + tl.load(B_A + o_A, mask=m_i, other=0.0).to(T)
-    tl.store(f + o_r, tl.where(m_i, 1.0 / (1.0 + tl.exp(-a_inp)), 0.0), mask=m_all)
+    small = tl.exp(-tl.abs(a_inp))
+    b_f = tl.where(a_inp > 0.0, 1.0, small) / (1.0 + small)  # the logistic function, without overflow
+    tl.store(f + o_r, tl.where(m_i, b_f, 0.0), mask=m_all)
 
 
 @triton.jit
