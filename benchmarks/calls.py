@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import vecroute as vr
 
-WARM_UP = 5  # calls before any timing
+WARM_UP = 30  # calls before any timing: Python 3.12 speeds up code that it has seen some twenty times
 MOST_CALLS = 50  # that one figure takes
 PACKAGE = str(Path(vr.__file__).parent)
 # Python 3.12 inlines comprehensions, so counts of different versions agree only without them.

@@ -36,7 +36,8 @@ def call(shape: tuple[int, ...], n_out: int, d_out: int, *, masked: bool = False
     }
     return Case(
         shape, dtype, dtype, dtype, n_out, d_out, input_mask=masked,
-        use_strides=(shape[-2] * n_out, n_out, 1) if masked else None, prior=1 / n_out, implementation="fused",
+        use_strides=(shape[-2] * n_out, n_out, 1) if masked else None, prior=1 / n_out,
+        implementation="fused",
         tuning=Tuning(), group=False, device=torch.device("cuda", 0), **given | changes,
     )  # fmt: skip
 

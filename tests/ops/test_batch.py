@@ -136,7 +136,8 @@ def test_wrong_offsets_are_an_assertion_on_the_device():
     program = """
 import torch, vecroute as vr
 layer = vr.VectorRouting(n_inp=None, n_out=4, d_inp=8, d_out=8, device="cuda")
-layer(torch.randn(10, 8, device="cuda"), cu_seqlens=torch.tensor([0, 7, 5, 99], dtype=torch.int32, device="cuda"))
+layer(torch.randn(10, 8, device="cuda"), cu_seqlens=torch.tensor([0, 7, 5, 99], dtype=torch.int32,
+                                                                 device="cuda"))
 torch.cuda.synchronize()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

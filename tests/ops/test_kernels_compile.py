@@ -29,7 +29,8 @@ POINTERS = POINTERS.split()
 
 
 def is_pointer(name):
-    return name in POINTERS or name.startswith("grad_") and not name.endswith(("_0", "_b", "_i", "_x_d", "_start"))
+    return name in POINTERS or name.startswith("grad_") and not name.endswith(("_0", "_b", "_i", "_x_d",
+                                                                               "_start"))
 
 
 def kind(name, constants, descriptors):
@@ -104,7 +105,7 @@ SHARED_BYTES = 227 * 1024  # the most that a program has on a Hopper GPU
 
 
 def printed(*arguments: str) -> list[str]:
-    """The lines that Python prints, in a process where Triton compiles kernels instead of interpreting them."""
+    """The lines that Python prints in a process where Triton compiles kernels, not interprets them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -12,8 +12,10 @@ CUDA = torch.device("cuda", 0)
 def case(shape: tuple[int, ...], n_out: int, **changes) -> Case:
     """A call with float32 inputs of a layer with n_inp=None, in tf32, on a GPU."""
     plain = Case(
-        shape=shape, dtype=torch.float32, rounded=torch.float32, w_dtype=torch.float32, n_out=n_out, d_out=64, n_iters=2,
-        variable=True, input_mask=False, use_strides=None, packed=None, prior=1 / n_out, implementation="fused",
+        shape=shape, dtype=torch.float32, rounded=torch.float32, w_dtype=torch.float32, n_out=n_out,
+        d_out=64, n_iters=2,
+        variable=True, input_mask=False, use_strides=None, packed=None, prior=1 / n_out,
+        implementation="fused",
         tuning=Tuning(), group=False, tf32=True, need_phi=False, device=CUDA,
     )  # fmt: skip
     return plain._replace(**changes)

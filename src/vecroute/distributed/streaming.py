@@ -20,11 +20,11 @@ from vecroute.distributed.prefetch import prefetched
 from vecroute.distributed.vectors import Vectors, open_vectors
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops import choose, passes
+from vecroute.ops.autograd import tf32_under_autocast
 from vecroute.ops.checks import check_size
 from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.common import Weights, compute_dtype, normalize, product_dtype, without_autocast
 from vecroute.ops.group import add_up, all_reduce, announced, sum_gradients, together
-from vecroute.ops.autograd import tf32_under_autocast
 from vecroute.ops.plan import Tuning
 from vecroute.ops.problem import Grads, Problem
 from vecroute.ops.products import product

@@ -292,7 +292,8 @@ class VectorRouting(nn.Module):
     ) -> ops.Plan:
         """How ``forward`` would route x_inp: the path that the call takes, and why. Print it to read it.
 
-        Nothing is computed, so x_inp may be on the meta device. A layer that iterates until it converges, or one
+        Nothing is computed, so x_inp may be on the meta device. A layer that iterates until it converges,
+        or one
         with ``implementation="reference"``, has no plan.
         """
         x_inp, cu_seqlens, _ = unpack_nested(x_inp, cu_seqlens)

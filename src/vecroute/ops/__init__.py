@@ -12,8 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from vecroute.ops.common import Weights, compute_dtype, is_exporting
 from vecroute.ops.autograd import operator_arguments, plan_of, route_streamed
+from vecroute.ops.common import Weights, compute_dtype, is_exporting
 from vecroute.ops.plan import Plan, Tuning
 from vecroute.ops.reference import route_reference
 from vecroute.ops.steps import StreamedSteps
@@ -88,7 +88,9 @@ def plan(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementation: s
     implementation = pick(implementation, x_inp, options["cu_seqlens"])
     if implementation == "reference":
         raise ValueError("implementation='reference' has no plan: it is Algorithm 2 line by line")
-    return plan_of(*operator_arguments(x_inp, weights, *args, implementation=implementation, **options), n_iters)
+    return plan_of(
+        *operator_arguments(x_inp, weights, *args, implementation=implementation, **options), n_iters
+    )
 
 
 def steps(x_inp: Tensor, weights: Weights, *args, implementation: str, **options):

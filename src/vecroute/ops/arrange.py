@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.common import multiple_of_8, cdiv
+from vecroute.ops.common import cdiv, multiple_of_8
 
 BLOCK = 1024
 

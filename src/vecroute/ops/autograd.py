@@ -29,12 +29,24 @@ def named(weights: Sequence[Tensor]) -> Weights:
 
 
 def problem(
-    x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group, *, again=False
+    x_inp,
+    weights,
+    input_mask,
+    pair_mask,
+    cu_seqlens,
+    prior,
+    rounded,
+    tuning,
+    implementation,
+    group,
+    *,
+    again=False,
 ) -> Problem:
     """The arguments of the operators for the paths that go by chunks, batch dimensions flattened to one.
 
     Args:
-        again: leave sqrt_n_inp empty, since ``loop.backward`` has it; ranks need not count their inputs twice.
+        again: leave sqrt_n_inp empty,
+        since ``loop.backward`` has it; ranks need not count their inputs twice.
     """
     batch = x_inp.shape[:-2]
     use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
@@ -123,7 +135,10 @@ def run_batch(plan: Plan, x_inp, w: Weights, input_mask, pair_mask, cu_seqlens, 
     phi = x_inp.new_empty(*shape, w.W_F1.shape[0] if need_phi else 0, dtype=dtype)  # [..., i, j]
     with on_device(x_inp):
         x_out, saved = batch.forward(
-            plan.steps, *batch.arguments(x_inp, w, input_mask, pair_mask), cu_seqlens, phi if need_phi else None
+            plan.steps,
+            *batch.arguments(x_inp, w, input_mask, pair_mask),
+            cu_seqlens,
+            phi if need_phi else None,
         )
     return x_out, phi if outputs is None or not need_phi else phi[..., list(outputs)].contiguous(), saved
 
@@ -143,7 +158,8 @@ def loop_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``run_loop`` for compilers, which may hand over tensors that begin anywhere."""
     return run_loop(
-        x_inp, [aligned(w) for w in weights], input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation,
+        x_inp, [aligned(w) for w in weights], input_mask, pair_mask, cu_seqlens, prior, rounded, tuning,
+        implementation,
         group, n_iters, need_phi, outputs,
     )  # fmt: skip
 
@@ -185,9 +201,12 @@ def _(x_inp, weights, input_mask, pair_mask, cu_seqlens, *rest):
     batch = x_inp.shape[:-2] if cu_seqlens is None else [cu_seqlens.shape[0] - 1]
     k = (j if outputs is None else len(outputs)) if need_phi else 0
     plan = choose_path(case_of(*call, n_iters, need_phi))
-    memory = Sizes(plan).saved if plan.path == "batch" else loop.saved_memory(problem(*call, again=True), n_iters)
+    memory = (
+        Sizes(plan).saved if plan.path == "batch" else loop.saved_memory(problem(*call, again=True), n_iters)
+    )
     saved = x_inp.new_empty(memory.n_bytes, dtype=torch.uint8)
-    return x_inp.new_empty(*batch, j, h, dtype=dtype), x_inp.new_empty(*x_inp.shape[:-1], k, dtype=dtype), saved
+    phi = x_inp.new_empty(*x_inp.shape[:-1], k, dtype=dtype)  # [..., i, j]
+    return x_inp.new_empty(*batch, j, h, dtype=dtype), phi, saved
 
 
 def run_loop_backward(
@@ -207,7 +226,11 @@ def run_loop_backward(
     need_grad_x: bool,
     plan: Plan | None = None,
 ) -> list[Tensor]:
-    """Gradients of x_inp (empty if not needed) and of the weights; the plan of the forward pass, if it is known."""
+    """Gradients of x_inp (empty if not needed) and of the weights.
+
+    Args:
+        plan: of the forward pass, if it is known.
+    """
     call = x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
     plan = plan or plan_of(*call, n_iters)
     if plan.path == "batch":
@@ -225,7 +248,8 @@ def run_loop_backward(
     parameters = {name: w for name, w in named(weights)._asdict().items() if w is not None}
     # Contiguous, as the fake below promises to compilers.
     grads_w = [
-        as_promised(grads[name], w.dtype) if name in grads else w.new_zeros(w.shape) for name, w in parameters.items()
+        as_promised(grads[name], w.dtype) if name in grads else w.new_zeros(w.shape)
+        for name, w in parameters.items()
     ]
     return [x_inp.new_empty(0) if grad_x is None else grad_x, *grads_w]
 
@@ -237,7 +261,8 @@ def as_promised(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("vecroute::loop_backward", mutates_args=())
 def loop_backward_op(
-    grad_x_out: Tensor, x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None, pair_mask: Tensor | None,
+    grad_x_out: Tensor, x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None,
+    pair_mask: Tensor | None,
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
     group: str, n_iters: int, saved: Tensor, need_grad_x: bool,
 ) -> list[Tensor]:  # fmt: skip
@@ -251,7 +276,9 @@ def loop_backward_op(
 @loop_backward_op.register_fake
 def _(grad_x_out, x_inp, weights, *args):
     need_grad_x = args[-1]
-    grad_x = torch.empty_like(x_inp, memory_format=torch.contiguous_format) if need_grad_x else x_inp.new_empty(0)
+    grad_x = (
+        torch.empty_like(x_inp, memory_format=torch.contiguous_format) if need_grad_x else x_inp.new_empty(0)
+    )
     return [grad_x, *(w.new_empty(w.shape) for w in weights)]
 
 
@@ -377,7 +404,11 @@ def route_streamed(
     Returns:
         x_out [..., j, h] and phi [..., i, j] (None if not asked for), which has no graph.
     """
-    if implementation == "chunked" and weights.W_use is None and (phi_out is not None or not torch.is_grad_enabled()):
+    if (
+        implementation == "chunked"
+        and weights.W_use is None
+        and (phi_out is not None or not torch.is_grad_enabled())
+    ):
         tuning = tuning._replace(keep_bytes=0)  # dot products are kept for a backward alone
     arguments = operator_arguments(
         x_inp,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops import hopper
-from vecroute.ops.common import multiple_of_8, cdiv
+from vecroute.ops.common import cdiv, multiple_of_8
 from vecroute.ops.problem import Problem
 from vecroute.ops.products import fits_descriptor, row_weights
 

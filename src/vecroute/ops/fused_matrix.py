@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.common import multiple_of_8, cdiv, next_power_of_2
+from vecroute.ops.common import cdiv, multiple_of_8, next_power_of_2
 from vecroute.ops.fused_pairs import sum_samples_kernel, triton_dtype
 from vecroute.ops.problem import Grads, Problem
 

@@ -153,7 +153,8 @@ def outputs_backward_kernel(
     first, last = part * step, tl.minimum((part + 1) * step, n_batch)
     k_B, k_s = k - n_W, k - n_W - n_B
     if k_B < 0:
-        scale_backward(grad_u, y, W_F1, sqrt_n_inp, grad_y + grad_y_0, u, grad_W_F1, grad_W_F1, k, part, first, last,
+        scale_backward(grad_u, y, W_F1, sqrt_n_inp, grad_y + grad_y_0, u, grad_W_F1, grad_W_F1, k, part,
+                       first, last,
                        n_d, n_d, grad_y_b, fresh_W, True, False, BLOCK_B, BLOCK_N, T)  # fmt: skip
     elif k_s < 0:
         bias_backward(grad_x_out, s, grad_B_F2, k_B, part, first, last, n_out, d_out, n_h, fresh_B, BLOCK_B,

@@ -1,7 +1,7 @@
 """Prepared launches: everything that a launch needs, but its pointers, is bound when a plan is made.
 
-A call then costs the host about 8 us for each kernel, since the driver launches what Triton has compiled. On a GPU pointers are integers. Where Triton interprets kernels on the CPU,
-they are tensors.
+A call then costs the host about 8 us for each kernel, since the driver launches what Triton has compiled. On
+a GPU pointers are integers. Where Triton interprets kernels on the CPU, they are tensors.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from torch import Tensor
 
 Pointer = Any  # an address on a GPU, a tensor where kernels are interpreted
 
-_handles: dict[tuple, tuple] = {}  # compiled kernels, by what Triton specialises on
+_handles: dict[tuple, Any] = {}  # compiled kernels, by what Triton specialises on
 
 
 class Launch:
@@ -121,7 +121,8 @@ class Product:
     """
 
     def __init__(
-        self, sizes: tuple[int, int, int], dtype: torch.dtype, *, workspace: int, transposed: tuple[bool, bool] = (False, False),
+        self, sizes: tuple[int, int, int], dtype: torch.dtype, *, workspace: int, transposed: tuple[bool,
+            bool] = (False, False),
         add: bool = False, tf32: bool = False,
     ):  # fmt: skip
         self.sizes, self.dtype, self.transposed, self.add, self.tf32 = sizes, dtype, transposed, add, tf32
@@ -139,7 +140,8 @@ class Product:
         matmul, operation, one, beta, (layout_a, layout_b, layout), algorithm = prepared
         # cuBLAS counts by columns: for it out^T = b^T a^T.
         status = matmul(
-            stream.blas, operation, one, b, layout_b, a, layout_a, beta, out, layout, out, layout, algorithm, workspace,
+            stream.blas, operation, one, b, layout_b, a, layout_a, beta, out, layout, out, layout,
+            algorithm, workspace,
             self.workspace, stream.address,
         )  # fmt: skip
         check(status, self)
@@ -158,7 +160,16 @@ class Product:
         for rows, columns in ((m, k) if a_T else (k, m), (k, n) if b_T else (n, k), (n, m)):
             layout = ctypes.c_void_p()
             create = lt.cublasLtMatrixLayoutCreate
-            check(create(ctypes.byref(layout), kind, ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)), self)
+            check(
+                create(
+                    ctypes.byref(layout),
+                    kind,
+                    ctypes.c_uint64(rows),
+                    ctypes.c_uint64(columns),
+                    ctypes.c_int64(rows),
+                ),
+                self,
+            )
             layouts.append(layout)
         check(lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), self)
         most = ctypes.c_size_t(self.workspace)

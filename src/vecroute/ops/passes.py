@@ -54,7 +54,7 @@ def kept_array(p: Problem, n_iters: int) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def x_hat_array(p: Problem, n_iters: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of the matrices of the scores, [t - 1, b, j, d], where it is faster to copy than to make them.
+    """Shape and dtype of the matrices of the scores, [t - 1, b, j, d], where a copy is faster to have.
 
     That is where they are small, and rounded: what they are made of is not.
     """

@@ -1,6 +1,5 @@
 """The plan of a call: which path it takes, and why. Every threshold that chooses a path stands here."""
 
-import os
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -108,7 +107,8 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"path: {self.path} ({self.why})", f"inputs: {self.n_rows} vectors in {self.batch} samples"]
         if self.path == "batch":
-            operands = "float16 with a unit for each row" if self.half else f"{self.operand}, {self.precision}"
+            operands = f"{self.operand}, {self.precision}"
+            operands = "float16 with a unit for each row" if self.half else operands
             memory = self.steps.saved, self.steps.temporary, self.steps.back
             saved, forward, backward = (f"{each.n_bytes / 2**20:.1f} MB" for each in memory)
             lines += [
@@ -135,7 +135,7 @@ def choose_path(case: Case) -> Plan:
 
 def why_not_batch(case: Case) -> str | None:
     """What keeps a call from the batch path, if anything does."""
-    j, d, n = case.n_out, case.shape[-1], 1
+    j, n = case.n_out, 1
     for size in case.shape[:-1]:
         n *= size
     if case.group:

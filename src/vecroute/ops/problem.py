@@ -5,12 +5,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from vecroute.ops.common import Weights, multiple_of_8, cdiv, compute_dtype
+from vecroute.ops.common import Weights, cdiv, compute_dtype, multiple_of_8
 from vecroute.ops.group import add_up
 from vecroute.ops.plan import Tuning
 

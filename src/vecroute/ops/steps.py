@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vecroute.ops import passes
+from vecroute.ops.autograd import n_columns, operator_arguments, problem, tf32_under_autocast
 from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.common import Weights
-from vecroute.ops.autograd import n_columns, operator_arguments, problem, tf32_under_autocast
 from vecroute.ops.waiting import InputGradient, new_grad_x
 
 
@@ -46,7 +46,10 @@ class StreamedSteps:
             phi = (
                 self.x.new_empty(*self.ij, columns, dtype=self.p.dtype) if phi_out is None else phi_out
             )  # [..., i, j]
-        fill = (None if phi is None else phi.view(*self.p.x_inp.shape[:2], phi.shape[-1]), outputs)  # [b, i, j]
+        fill = (
+            None if phi is None else phi.view(*self.p.x_inp.shape[:2], phi.shape[-1]),
+            outputs,
+        )  # [b, i, j]
         x_new = _Step.apply(self, fill, self._flat(x_out), self.x, *self.weights)  # [b, j, h]
         return (x_new if phi_out is None else x_new.detach()).reshape(x_out.shape), phi
 

@@ -42,12 +42,16 @@ class InputGradient:
         place: Any = grad_W_A[None] if grad_W_A is not None and aside else self.grad_x  # [b, i, d]
         self.n_waiting = (n_iters - 1) * 2 * p.n_out
         self.n_kept = self.n_waiting + (3 if p.variable else 1) * p.n_out
-        self.n_all = self.n_waiting + (multiple_of_8(3 * p.n_out + 1) if p.variable else p.n_out)  # with a_inp
+        self.n_all = self.n_waiting + (
+            multiple_of_8(3 * p.n_out + 1) if p.variable else p.n_out
+        )  # with a_inp
         fits = grad_x is not None and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
         fits &= p.width == p.n_out
         self.apart = fits and not aside and self._is_little(p)
         if self.apart:
-            place = p.x_inp.new_empty(*p.x_inp.shape[:2], multiple_of_8(self.n_all), dtype=p.dtype)  # [b, i, w + q]
+            place = p.x_inp.new_empty(
+                *p.x_inp.shape[:2], multiple_of_8(self.n_all), dtype=p.dtype
+            )  # [b, i, w + q]
         self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
         self.aside = aside and self.waits  # in grad_W_A
         self.halved = self.aside and has_halves(p, self.n_waiting, self.grad_x, grad_W_A)

@@ -5,9 +5,10 @@ each other in memory, so padded and packed calls differ only in how a program fi
 not used has f = 0: kernels neither load its vector nor anything else of its row.
 
 *Halves.* Where HALF, operands of products are float16 with a unit: 2^14 times numbers over a *top*, the power
-of two below the greatest of them; numbers down to 2^-28 of that keep all digits. float16 has as many digits as tf32, and with a unit enough range, at half
-the bytes and twice the rate. Rows of x_inp and of M have a top each. Pairs that are summed over inputs have
-one for each tile, since a unit must be constant along the summed dimension; they are times the top of x_inp.
+of two below the greatest of them; numbers down to 2^-28 of that keep all digits. float16 has as many digits
+as tf32, and with a unit enough range, at half the bytes and twice the rate. Rows of x_inp and of M have a top
+each. Pairs that are summed over inputs have one for each tile, since a unit must be constant along the summed
+dimension; they are times the top of x_inp.
 
 Kernel vocabulary: ``o_`` offsets, ``m_`` masks of what is inside, ``b_`` blocks of values.
 """
@@ -137,7 +138,8 @@ def load_betas(c_sum, c_ign, o_c, m, FIXED: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def inputs_kernel(
-    x, W_A, B_A, sqrt_n_inp, input_mask, use, tiles,  # [r, d], [1 or i, d], [1 or i], [b], [r], [b, i, j], [n, 3]
+    x, W_A, B_A, sqrt_n_inp,  # [r, d], [1 or i, d], [1 or i], [b]
+    input_mask, use, tiles,  # [r], [b, i, j], [n, 3]
     f, x_half, x_tops,  # [r]; where HALF [r, half_i] and [r]
     n_inp, per_sample, n_out, d_inp, use_b, use_i, use_j, half_i,
     FIXED: tl.constexpr, INPUTS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr,
@@ -211,7 +213,9 @@ def first_kernel(
     if FIXED:
         c_sum, c_ign = load_betas(beta_use, beta_ign, o_i[:, None] * n_out + o_j[None, :], m, True, T)
     else:
-        both = times_M(x, M, o_r, m_i, n_out, d_inp, x_i, M_i, 2, BLOCK_I, BLOCK_J, BLOCK_K, OPERAND, PRECISION, T)
+        both = times_M(
+            x, M, o_r, m_i, n_out, d_inp, x_i, M_i, 2, BLOCK_I, BLOCK_J, BLOCK_K, OPERAND, PRECISION, T
+        )
         c_sum, c_ign = tl.split(tl.reshape(both, [BLOCK_I, BLOCK_J, 2]))
         c_sum = without_units(c_sum, x_tops, M_tops, o_r, o_j, m_i, m_j, HALF)
         c_ign = without_units(c_ign, x_tops, M_tops + n_out, o_r, o_j, m_i, m_j, HALF)
@@ -225,7 +229,8 @@ def first_kernel(
     m_all = (o_r < end)[:, None] & m_j[None, :]
     if SHOWN:
         tl.store(phi_out + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=m_all)
-    store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j, m_all,
+    store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j,
+                 m_all,
                  n_out, HALF)  # fmt: skip
 
 
@@ -235,7 +240,8 @@ def next_kernel(
     c_sum, c_ign, W_S, B_S, f, use, tiles,  # [r, 2 j] or [i, j], [1 or i, j] twice, [r], as above
     phi, phi_tops, phi_sums, phi_out,  # as above
     n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j,  # n_M: q
-    SHOWN: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr,
+    SHOWN: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    UNUSED: tl.constexpr,
     HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
@@ -248,7 +254,23 @@ def next_kernel(
     b_f = tl.load(f + o_r, mask=o_r < end, other=0.0)
     m_i = rows_used(b_f, o_r < end, UNUSED)
     M_row = b * n_M + M_0
-    z = times_M(x, M + M_row * M_i, o_r, m_i, n_out, d_inp, x_i, M_i, 1, BLOCK_I, BLOCK_J, BLOCK_K, OPERAND, PRECISION, T)
+    z = times_M(
+        x,
+        M + M_row * M_i,
+        o_r,
+        m_i,
+        n_out,
+        d_inp,
+        x_i,
+        M_i,
+        1,
+        BLOCK_I,
+        BLOCK_J,
+        BLOCK_K,
+        OPERAND,
+        PRECISION,
+        T,
+    )
     z = without_units(z, x_tops, M_tops + M_row, o_r, o_j, m_i, m_j, HALF)
     m = m_i[:, None] & m_j[None, :]
     m_used = used_pairs(use, b * use_b + o_i[:, None] * use_i, o_j[None, :], use_j, m, MASKED)
@@ -263,7 +285,8 @@ def next_kernel(
     m_all = (o_r < end)[:, None] & m_j[None, :]
     if SHOWN:
         tl.store(phi_out + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=m_all)
-    store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j, m_all,
+    store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j,
+                 m_all,
                  n_out, HALF)  # fmt: skip
 
 
@@ -297,7 +320,8 @@ def next_backward_kernel(
     grad_c, grad_f, parts,  # [r, 2 j] of c_sum and c_ign where not FIXED; [r]; [4, b, i, j] where FIXED
     to_sum, sum_tops, sums,  # [r, j] the gradient of dot, [n], [n, j]
     n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
-    FRESH: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr,
+    FRESH: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    UNUSED: tl.constexpr,
     HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
@@ -313,7 +337,8 @@ def next_backward_kernel(
     b_f = tl.load(f + o_r, mask=o_r < end, other=0.0)
     m_i = rows_used(b_f, o_r < end, UNUSED)
     M_row = b * n_M + M_0
-    both = times_M(x, M + M_row * M_i, o_r, m_i, n_out, d_inp, x_i, M_i, 2, BLOCK_I, BLOCK_J, BLOCK_K, OPERAND, PRECISION,
+    both = times_M(x, M + M_row * M_i, o_r, m_i, n_out, d_inp, x_i, M_i, 2, BLOCK_I, BLOCK_J, BLOCK_K,
+                   OPERAND, PRECISION,
                    T)  # fmt: skip
     M_tops += M_row
     grad_phi, dot = tl.split(tl.reshape(both, [BLOCK_I, BLOCK_J, 2]))
@@ -360,12 +385,15 @@ def next_backward_kernel(
     p_results = results + o_r[:, None] * results_i + M_0 + o_j[None, :]
     tl.store(p_results, b_phi, mask=m)
     tl.store(p_results + n_out, of_dot, mask=m)
-    store_to_sum(grad_z, to_sum, sum_tops, sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j, m, n_out,
+    store_to_sum(grad_z, to_sum, sum_tops, sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j,
+                 m, n_out,
                  HALF)  # fmt: skip
 
 
 @triton.jit
-def change_units(results, before, tops, top, o_r, o_j, m_i, m, n_out, results_i, n_rows, N_ITERS: tl.constexpr):
+def change_units(
+    results, before, tops, top, o_r, o_j, m_i, m, n_out, results_i, n_rows, N_ITERS: tl.constexpr
+):
     """Store tops, and give the results of later iterations their units."""
     tl.store(tops + o_r, top, mask=m_i)
     for t in tl.static_range(N_ITERS - 1):
@@ -379,15 +407,19 @@ def change_units(results, before, tops, top, o_r, o_j, m_i, m, n_out, results_i,
 
 @triton.jit
 def first_backward_kernel(
-    x, M, x_tops, M_tops, shared_tops,  # as above; M from row M_0 on: grad_y; [2 j] tops of rows for c_sum and c_ign
+    x, M, x_tops, M_tops,  # as above; M from row M_0 on: grad_y
+    shared_tops,  # [2 j] tops of the rows for c_sum and c_ign
     c_sum, c_ign, f, sqrt_n_inp, grad_s, use, tiles,  # as above
     results,  # [r, q] from column M_0 on: phi, and where not FIXED the gradients of c_sum and c_ign
     before, tops,  # [t - 1, r] tops of later iterations, the first last; [r] those of all results in the end
     grad_c, grad_f, parts,  # as above; grad_f turns into the gradient of W_A x_inp
     to_sum, sum_tops, sums,  # where not FIXED [r, 2 j] these gradients, [n], [n, 2 j + 1] with that of a_inp
-    n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b, n_rows,
-    PRIOR: tl.constexpr, N_ITERS: tl.constexpr, FRESH: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr,
-    PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
+    n_rows,
+    PRIOR: tl.constexpr, N_ITERS: tl.constexpr, FRESH: tl.constexpr, FIXED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The gradient of ``first_kernel``, after that of every later iteration.
@@ -403,7 +435,8 @@ def first_backward_kernel(
     b_f = tl.load(f + o_r, mask=o_r < end, other=0.0)
     m_i = rows_used(b_f, o_r < end, UNUSED)
     M_row = b * n_M + M_0
-    grad_phi = times_M(x, M + M_row * M_i, o_r, m_i, n_out, d_inp, x_i, M_i, 1, BLOCK_I, BLOCK_J, BLOCK_K, OPERAND,
+    grad_phi = times_M(x, M + M_row * M_i, o_r, m_i, n_out, d_inp, x_i, M_i, 1, BLOCK_I, BLOCK_J, BLOCK_K,
+                       OPERAND,
                        PRECISION, T)  # fmt: skip
     grad_phi = without_units(grad_phi, x_tops, M_tops + M_row, o_r, o_j, m_i, m_j, HALF)
     m = m_i[:, None] & m_j[None, :]
@@ -494,7 +527,9 @@ def input_gradient_kernel(
         o_k = k + tl.arange(0, BLOCK_K)
         m_k = o_k < n_columns
         m_pairs, m_M = m_i[:, None] & m_k[None, :], m_k[:, None] & m_d[None, :]
-        b_pairs = tl.load(results + o_r[:, None] * results_i + o_k[None, :], mask=m_pairs, other=0.0).to(OPERAND)
+        b_pairs = tl.load(results + o_r[:, None] * results_i + o_k[None, :], mask=m_pairs, other=0.0).to(
+            OPERAND
+        )
         o_M = tl.where(o_k < n_M, (b * n_M + o_k) * M_i, shared + (o_k - n_M) * M_i)
         b_M = tl.load(M + o_M[:, None] + o_d[None, :], mask=m_M, other=0.0).to(OPERAND)
         total = multiply(b_pairs, b_M, total, PRECISION)
@@ -510,10 +545,11 @@ def input_gradient_kernel(
 
 
 @triton.jit
-def sum_activations(x, x_tops, grad_a, sums, tiles, p_out, p_total, tile, last, o_d, m_d, n_inp, per_sample, n_sums, x_i,
+def sum_activations(x, x_tops, grad_a, sums, tiles, p_out, p_total, tile, last, o_d, m_d, n_inp, per_sample,
+                    n_sums, x_i,
                     PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, BLOCK_I: tl.constexpr,
                     BLOCK_D: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """grad_a^T x over some tiles and features, and the sums that these tiles have of the gradient of a_inp."""
+    """grad_a^T x over some tiles and features, and the sums of the gradient of a_inp that tiles have."""
     total = tl.zeros([BLOCK_I, BLOCK_D], T)
     b_sum = tl.zeros([1], T)
     for t in tl.range(tile, last, num_stages=3):
@@ -538,12 +574,14 @@ def sums_kernel(
     out, totals,  # [p, q or q + 1, d], [p, n_sums]: for each part of a sample, or of all rows
     n_inp, per_sample, n_columns, d_inp, x_i, n_tiles, n_parts,  # how many tiles and parts a sample has
     WHOLE: tl.constexpr, EXTRA: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Sums over inputs: pairs^T x, and pairs. A part has up to PART tiles of one sample, or of all if WHOLE.
 
-    If WHOLE there are EXTRA more rows, and programs for each, whose sums are the gradients of W_A, grad_a^T x, and of
+    If WHOLE there are EXTRA more rows, and programs for each, whose sums are the gradients of W_A,
+    grad_a^T x, and of
     B_A. BLOCK_I are the rows of a tile, also in the kernels that stored the pairs.
     """
     part = tl.program_id(1).to(tl.int64)
@@ -572,8 +610,10 @@ def sums_kernel(
         step: tl.constexpr = (PART + EXTRA - 1) // EXTRA
         tile += extra * step
         last = tl.minimum(last, tile + step)
-        sum_activations(x, x_tops, grad_a, sums + n_columns, tiles, out + row * d_inp + o_d, totals + row, tile, last, o_d, m_d,
-                        n_inp, per_sample, n_columns + 1, x_i, PACKED, UNUSED, HALF, BLOCK_I, BLOCK_D, T)  # fmt: skip
+        sum_activations(x, x_tops, grad_a, sums + n_columns, tiles, out + row * d_inp + o_d, totals + row,
+                        tile, last, o_d, m_d,
+                        n_inp, per_sample, n_columns + 1, x_i, PACKED, UNUSED, HALF, BLOCK_I, BLOCK_D,
+                        T)  # fmt: skip
         return
     total = tl.zeros([BLOCK_Q, BLOCK_D], T)
     b_sum = tl.zeros([BLOCK_Q], T)

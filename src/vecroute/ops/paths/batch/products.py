@@ -1,6 +1,7 @@
 """Triton kernels of the batch path between two passes over the inputs: products of small matrices.
 
-Each does what comes before and after its product too, since here a launch costs more than the work. A row is one
+Each does what comes before and after its product too,
+since here a launch costs more than the work. A row is one
 output j of one sample b.
 """
 
@@ -22,7 +23,8 @@ def block_of(n_rows, n_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def product_kernel(
     a, b, out,  # [m, k], [k, n], [m, n]
     n_rows, n_columns, n_inner, a_m, a_k, b_k, b_n,  # m, n, k, and strides
-    ADD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
     """out = a b, added to what is there if ADD."""
@@ -31,8 +33,12 @@ def product_kernel(
     for k in range(0, n_inner, BLOCK_K):
         o_k = k + tl.arange(0, BLOCK_K).to(tl.int64)
         m_k = o_k < n_inner
-        b_a = tl.load(a + o_m[:, None] * a_m + o_k[None, :] * a_k, mask=m_m[:, None] & m_k[None, :], other=0.0)
-        b_b = tl.load(b + o_k[:, None] * b_k + o_n[None, :] * b_n, mask=m_k[:, None] & m_n[None, :], other=0.0)
+        b_a = tl.load(
+            a + o_m[:, None] * a_m + o_k[None, :] * a_k, mask=m_m[:, None] & m_k[None, :], other=0.0
+        )
+        b_b = tl.load(
+            b + o_k[:, None] * b_k + o_n[None, :] * b_n, mask=m_k[:, None] & m_n[None, :], other=0.0
+        )
         total = multiply(b_a.to(T), b_b.to(T), total, PRECISION)
     p_out, m = out + o_m[:, None] * n_columns + o_n[None, :], m_m[:, None] & m_n[None, :]
     if ADD:
@@ -44,7 +50,8 @@ def product_kernel(
 def outputs_kernel(
     y, s, sqrt_n_inp, W_F1, W_F2, B_F2, x_out,  # [b, j, d], [b, j], [b], [j, d], [d, h], [j, h], [b, j, h]
     n_rows, n_out, d_inp, d_out,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """x_out = (y W_F1 / sqrt(n_inp)) W_F2 + s B_F2."""
     row, o_h, m_row, m_h = block_of(n_rows, d_out, BLOCK_M, BLOCK_N)
@@ -57,7 +64,9 @@ def outputs_kernel(
         u = tl.load(y + row[:, None] * d_inp + o_d[None, :], mask=m, other=0.0) * scale[:, None]
         u *= tl.load(W_F1 + j[:, None] * d_inp + o_d[None, :], mask=m, other=0.0).to(T)
         m = (o_d < d_inp)[:, None] & m_h[None, :]
-        total = multiply(u, tl.load(W_F2 + o_d[:, None] * d_out + o_h[None, :], mask=m, other=0.0).to(T), total, PRECISION)
+        total = multiply(
+            u, tl.load(W_F2 + o_d[:, None] * d_out + o_h[None, :], mask=m, other=0.0).to(T), total, PRECISION
+        )
     m = m_row[:, None] & m_h[None, :]
     b_s = tl.load(s + row, mask=m_row, other=0.0)
     total += b_s[:, None] * tl.load(B_F2 + j[:, None] * d_out + o_h[None, :], mask=m, other=0.0).to(T)
@@ -65,7 +74,9 @@ def outputs_kernel(
 
 
 @triton.jit
-def row_statistics(x, row, m_row, n, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZE: tl.constexpr, T: tl.constexpr):
+def row_statistics(
+    x, row, m_row, n, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZE: tl.constexpr, T: tl.constexpr
+):
     """Mean and 1 / standard deviation of rows of n numbers; 0 and 1 if they are not to be normalised."""
     mean = tl.zeros([BLOCK_M], T)
     rstd = mean + 1.0
@@ -73,13 +84,17 @@ def row_statistics(x, row, m_row, n, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexp
         total = tl.zeros([BLOCK_M, BLOCK_K], T)
         for k in range(0, n, BLOCK_K):
             o_k = k + tl.arange(0, BLOCK_K)
-            total += tl.load(x + row[:, None] * n + o_k[None, :], mask=m_row[:, None] & (o_k < n)[None, :], other=0.0)
+            total += tl.load(
+                x + row[:, None] * n + o_k[None, :], mask=m_row[:, None] & (o_k < n)[None, :], other=0.0
+            )
         mean = tl.sum(total, 1) / n
         total = tl.zeros([BLOCK_M, BLOCK_K], T)
         for k in range(0, n, BLOCK_K):
             o_k = k + tl.arange(0, BLOCK_K)
             m = m_row[:, None] & (o_k < n)[None, :]
-            away = tl.where(m, tl.load(x + row[:, None] * n + o_k[None, :], mask=m, other=0.0) - mean[:, None], 0.0)
+            away = tl.where(
+                m, tl.load(x + row[:, None] * n + o_k[None, :], mask=m, other=0.0) - mean[:, None], 0.0
+            )
             total += away * away
         rstd = 1.0 / tl.sqrt(tl.sum(total, 1) / n + 1e-5)
     return mean, rstd
@@ -102,7 +117,9 @@ def predictions_kernel(
         v = tl.load(x_out + row[:, None] * d_out + o_h[None, :], mask=m, other=0.0)
         v = tl.where(m, (v - mean[:, None]) * rstd[:, None], 0.0)
         m = (o_h < d_out)[:, None] & m_d[None, :]
-        total = multiply(v, tl.load(W_G1 + o_h[:, None] * d_inp + o_d[None, :], mask=m, other=0.0).to(T), total, PRECISION)
+        total = multiply(
+            v, tl.load(W_G1 + o_h[:, None] * d_inp + o_d[None, :], mask=m, other=0.0).to(T), total, PRECISION
+        )
     m, j = m_row[:, None] & m_d[None, :], row % n_out
     o = j[:, None] * d_inp + o_d[None, :]
     tl.store(g + row[:, None] * d_inp + o_d[None, :], total, mask=m)
@@ -120,7 +137,7 @@ def shared_rows_kernel(
     n_out, d_inp, M_i, n_inp,
     LENGTHS: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Rows of M for c_sum and c_ign, one for each program; further programs: sqrt(n_inp) of samples, if LENGTHS."""
+    """Rows of M for c_sum and c_ign, one for each program; if LENGTHS, sqrt(n_inp) by further programs."""
     q = tl.program_id(0)
     if q >= 2 * n_out:
         if LENGTHS:

@@ -1,7 +1,7 @@
 """One call of the batch path, forward and backward.
 
-Each iteration has two kernels over the inputs. One multiplies x_inp with the rows of a matrix and does all that
-is done to pairs, the other sums over inputs; see ``kernels``. Small steps lie between them.
+Each iteration has two kernels over the inputs. One multiplies x_inp with the rows of a matrix and does all
+other work on pairs, the other sums over inputs; see ``kernels``. Small steps lie between them.
 """
 
 import math
@@ -31,7 +31,9 @@ def flat_mask(mask: Tensor, x_inp: Tensor) -> Tensor:
     return mask if len(batch) == 1 else mask.reshape(math.prod(batch), *mask.shape[-2:])  # [b, i, j]
 
 
-def forward(steps: Steps, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, cu_seqlens, phi_out: Tensor | None):
+def forward(
+    steps: Steps, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, cu_seqlens, phi_out: Tensor | None
+):
     """x_out [..., j, h] and the memory that the backward pass needs; fills phi_out [r, j] if it is given."""
     case, stream = steps.case, Stream(x_inp.device)
     saved, temporary = steps.saved.new(x_inp), steps.temporary.new(x_inp)
@@ -67,7 +69,19 @@ def forward(steps: Steps, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, 
                 stream, x, M, x_tops, M_tops, *c, at["W_S"], at["B_S"], f, use, tiles, *to_sum, phi_out
             )
         y, s = kept[f"y{k}"], kept[f"s{k}"]
-        add_up(stream, steps.sum_pairs_j, to_sum, x, f, (tiles, kept.get("parts", none), none, none), cu, t, "sum", y, s)
+        add_up(
+            stream,
+            steps.sum_pairs_j,
+            to_sum,
+            x,
+            f,
+            (tiles, kept.get("parts", none), none, none),
+            cu,
+            t,
+            "sum",
+            y,
+            s,
+        )
         x_out_k = address(stream, x_out) if k == steps.last else kept[f"before{k}"]
         small_steps(stream, steps, k, kept, t, at, x_out_k)
     return x_out, saved
@@ -128,7 +142,8 @@ def backward(
         steps.grad_u(stream, grad_out, at["W_F2"], t["grad_u"], *workspace)
         grad_y = t["rows"] if steps.half else M
         steps.outputs_backward[k](
-            stream, grad_out, t["grad_u"], kept[f"y{k}"], kept[f"s{k}"], n, at["W_F1"], at["B_F2"], grad_y, t["u"], t["u"],
+            stream, grad_out, t["grad_u"], kept[f"y{k}"], kept[f"s{k}"], n, at["W_F1"], at["B_F2"], grad_y,
+            t["u"], t["u"],
             t["grad_s"], to["W_F1"], to["B_F2"],
         )  # fmt: skip
         if steps.half:
@@ -146,7 +161,16 @@ def backward(
         )  # fmt: skip
         grad_x_hat, sums = t["grad_x_hat"], t["sums"]
         add_up(
-            stream, steps.sum_pairs_j, to_sum, x, f, (tiles, kept.get("parts", none), none, none), cu, t, "sum", grad_x_hat,
+            stream,
+            steps.sum_pairs_j,
+            to_sum,
+            x,
+            f,
+            (tiles, kept.get("parts", none), none, none),
+            cu,
+            t,
+            "sum",
+            grad_x_hat,
             sums,
         )
         g, before = kept[f"g{k - 1}"], kept[f"before{k - 1}"]
@@ -175,12 +199,22 @@ def backward(
     if need_grad_x:
         grad_x = torch.empty(x_inp.shape, dtype=x_inp.dtype, device=x_inp.device)
         steps.input_gradient(
-            stream, t["results"], row(stream, steps, tops, steps.last), M, f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
+            stream,
+            t["results"],
+            row(stream, steps, tops, steps.last),
+            M,
+            f,
+            t["grad_f"],
+            at["W_A"],
+            tiles,
+            address(stream, grad_x),
         )
     return grad_x, grads
 
 
-def add_up(stream: Stream, launches: Sum, pairs: tuple, x, f, others: tuple, cu_seqlens, t: dict, name, out, totals):
+def add_up(
+    stream: Stream, launches: Sum, pairs: tuple, x, f, others: tuple, cu_seqlens, t: dict, name, out, totals
+):
     """out [b, q, d] = pairs^T x_inp and totals [b, q], sums over the inputs of each sample, or of all."""
     values, tops, sums = pairs
     many = launches.add is not None

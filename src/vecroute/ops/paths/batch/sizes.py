@@ -34,7 +34,8 @@ class Sizes:
         self.n_M = self.n_out * (2 * case.n_iters - 1)  # rows of M that each sample has for itself
         self.n_shared = 2 * self.n_out if case.variable else 0  # those that all share, for c_sum and c_ign
         self.results_i = aligned(self.n_M + self.n_shared, 16)  # so that kernels load 16 bytes at once
-        # cuBLAS multiplies float32 and float64 parameters; it is faster from here on, but takes more launches.
+        # cuBLAS multiplies float32 and float64 parameters; it is faster from here on, but takes more
+        # launches.
         self.large = case.w_dtype == self.dtype and self.batch * self.n_out * self.d * self.h >= LARGE_PRODUCT
         self.unused = case.input_mask or case.use_strides is not None
         self.use = case.use_strides or (0, 0, 0)
@@ -51,15 +52,27 @@ class Sizes:
     def make_saved(self) -> Memory:
         case, b, r, j, d, h = self.case, self.batch, self.n_rows, self.n_out, self.d, self.h
         q, f, M = self.n_shared, self.dtype, self.M_dtype
-        arrays: dict[str, tuple] = {"f": ((r,), f), "sqrt_n_inp": ((b,), f), "M": ((b, self.n_M, self.x_i), M)}
+        arrays: dict[str, tuple] = {
+            "f": ((r,), f),
+            "sqrt_n_inp": ((b,), f),
+            "M": ((b, self.n_M, self.x_i), M),
+        }
         if self.half:
             arrays |= {"x": ((r, self.x_i), M), "x_tops": ((r,), f), "M_tops": ((b, self.n_M), f)}
         if case.variable:
-            arrays |= {"c": ((r, 2 * j), f), "shared": ((q, self.x_i), M), "bias": ((q,), f), "shared_tops": ((q,), f)}
+            arrays |= {
+                "c": ((r, 2 * j), f),
+                "shared": ((q, self.x_i), M),
+                "bias": ((q,), f),
+                "shared_tops": ((q,), f),
+            }
         for k in range(case.n_iters):
             arrays |= {f"y{k}": ((b, j, d), f), f"s{k}": ((b, j), f)}
             if k < self.last:
                 arrays |= {f"before{k}": ((b, j, h), f), f"g{k}": ((b, j, d), f)}
         if self.packed:
-            arrays |= {"tiles": ((self.n_tiles, 3), torch.int32), "parts": ((self.packed_parts(), 4), torch.int32)}
+            arrays |= {
+                "tiles": ((self.n_tiles, 3), torch.int32),
+                "parts": ((self.packed_parts(), 4), torch.int32),
+            }
         return Memory(arrays)

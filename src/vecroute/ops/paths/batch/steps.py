@@ -20,14 +20,21 @@ from vecroute.ops.paths.batch import kernels, products
 from vecroute.ops.paths.batch.sizes import EXTRA, LEAST_PROGRAMS, PACKED_TILES, TILE, WORKSPACE, Sizes
 from vecroute.ops.plan import Plan
 
-# Found by trial on one H200 for halves. A program for the gradient of x_inp: its rows, features, warps, the columns
-# that it multiplies at a time, and stages of its pipeline. Kernels over tiles: registers of a thread and stages,
+# Found by trial on one H200 for halves. A program for the gradient of x_inp: its rows, features, warps, the
+# columns
+# that it multiplies at a time, and stages of its pipeline. Kernels over tiles: registers of a thread and
+# stages,
 # forward (True) and backward. Sums over inputs: stages.
 INPUT_GRADIENT = 64, 64, 4, 64, 3
 REGISTERS = {True: 128, False: 128}
 STAGES = {True: 3, False: 4}
 SUM_STAGES = 4
-TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
+TL = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
 
 
 class Sum(NamedTuple):
@@ -75,8 +82,8 @@ class Steps(Sizes):
         return tiles, n, n * batch
 
     def dtypes(self, letters: str) -> list[torch.dtype]:
-        """x: of x_inp in products, X: of x_inp, M: of M in products, w: of the parameters, f: of everything in
-        between, p: of pairs to be summed, m: masks, i: tables, o: cu_seqlens."""
+        """x: of x_inp in products, X: of x_inp, M: of M in products, w: of the parameters, p: of pairs to be
+        summed, f: of everything else that is floating point, m: masks, i: tables, o: cu_seqlens."""
         case, half = self.case, torch.float16
         by = {"X": case.dtype, "x": half if self.half else case.dtype, "M": half if self.half else self.dtype}
         by |= {"w": case.w_dtype, "f": self.dtype, "p": half if self.half else self.dtype, "m": torch.uint8}
@@ -94,7 +101,8 @@ class Steps(Sizes):
             temporary |= {"u": ((b, j, d), f), "v": ((b, j, h), f)}
         temporary |= {"tops": ((n_tiles,), f), "tile_sums": ((n_tiles, j), f)}
         back = {
-            "results": ((r, self.results_i), pairs), "row_tops": ((case.n_iters, r), f), "grad_f": ((r,), f), "grad_u": ((b, j, d), f), "u": ((b, j, d), f),
+            "results": ((r, self.results_i), pairs), "row_tops": ((case.n_iters, r), f), "grad_f": ((r,),
+                f), "grad_u": ((b, j, d), f), "u": ((b, j, d), f),
             "v": ((b, j, h), f), "grad_v": ((b, j, h), f), "grad_g": ((b, j, d), f), "grad_s": ((b, j), f),
             "grad_x_hat": ((b, j, d), f), "sums": ((b, j), f), "grad_x_out": ((b, j, h), f),
             "parts_S": ((2, b, j), f), "to_sum": ((r, max(j, q)), pairs), "tops": ((n_tiles,), f),
@@ -104,7 +112,11 @@ class Steps(Sizes):
         sums = {"sum_parts": ((n_parts, j, d), f), "sum_totals": ((n_parts, j), f)}
         if case.variable:
             _, _, n = self.parts(q, whole=True)
-            back |= {"grad_c": ((r, 2 * j), f), "grad_shared": ((q + EXTRA, d), f), "shared_sums": ((q + EXTRA,), f)}
+            back |= {
+                "grad_c": ((r, 2 * j), f),
+                "grad_shared": ((q + EXTRA, d), f),
+                "shared_sums": ((q + EXTRA,), f),
+            }
             back |= {"whole_parts": ((n, q + EXTRA, d), f), "whole_totals": ((n, q + EXTRA), f)}
         else:
             back |= {"pair_parts": ((4, b, self.n_inp, j), f)}
@@ -119,35 +131,41 @@ class Steps(Sizes):
         return Launch(kernel, (self.n_tiles, 1, 1), self.dtypes(letters), sizes, **constants)
 
     def make_forward(self) -> None:
-        case, b, j, d, h = self.case, self.batch, self.n_out, self.d, self.h
+        case, b, j, d = self.case, self.batch, self.n_out, self.d
         kinds = {"FIXED": not case.variable, "MASKED": case.use_strides is not None}
         self.make_lengths()
         block_d = next_power_of_2(self.x_i) if self.half else min(1024, next_power_of_2(d))
         rows = max(1, min(TILE, 4096 // block_d))
         self.inputs = Launch(
             kernels.inputs_kernel, (TILE // rows, self.n_tiles, 1), self.dtypes("Xwwfmmifxf"),
-            (self.n_inp, self.per_sample, j, d, *self.use, self.x_i), INPUTS=case.input_mask, PACKED=self.packed,
-            HALF=self.half, TILE=TILE, BLOCK_I=rows, BLOCK_J=next_power_of_2(j), BLOCK_D=block_d, T=self.T, **kinds,
+            (self.n_inp, self.per_sample, j, d, *self.use, self.x_i), INPUTS=case.input_mask,
+            PACKED=self.packed,
+            HALF=self.half, TILE=TILE, BLOCK_I=rows, BLOCK_J=next_power_of_2(j), BLOCK_D=block_d, T=self.T,
+            **kinds,
         )  # fmt: skip
         kinds |= {"UNUSED": self.unused}
         blocks = self.blocks(forward=True)
         shown = [case.need_phi and k == self.last for k in range(case.n_iters)]
         self.first = self.tiles(
-            kernels.first_kernel, "xMfffwwfmifpfff", (j, self.x_i, self.x_i, self.x_i, *self.use), blocks, PRIOR=case.prior,
+            kernels.first_kernel, "xMfffwwfmifpfff", (j, self.x_i, self.x_i, self.x_i, *self.use), blocks,
+            PRIOR=case.prior,
             SHOWN=shown[0], **kinds,
         )  # fmt: skip
         c_i, c_0, c = (2 * j, j, "ff") if case.variable else (j, 0, "ww")
         self.next = [
             self.tiles(
                 kernels.next_kernel, f"xMff{c}wwfmipfff",
-                (j, self.x_i, self.x_i, self.x_i, self.n_M, (2 * k - 1) * j, c_i, c_0, *self.use), blocks, SHOWN=shown[k],
+                (j, self.x_i, self.x_i, self.x_i, self.n_M, (2 * k - 1) * j, c_i, c_0, *self.use), blocks,
+                SHOWN=shown[k],
                 **kinds,
             )
             for k in range(case.n_iters)
         ]  # fmt: skip
         self.sum_pairs_j = self.sum(j)
         self.make_small_forward()
-        self.x_hat_halves = [self.halves(j, b, self.n_M, (2 * k + 1) * j) for k in range(self.last) if self.half]
+        self.x_hat_halves = [
+            self.halves(j, b, self.n_M, (2 * k + 1) * j) for k in range(self.last) if self.half
+        ]
 
     def make_small_forward(self) -> None:
         """F and G: products by cuBLAS where they are large, else by kernels that do the rest too."""
@@ -155,14 +173,20 @@ class Steps(Sizes):
         if not self.large:
             block = product_blocks(b * j, h, d)
             self.outputs = Launch(
-                products.outputs_kernel, block.pop("grid"), self.dtypes("fffwwwf"), (b * j, j, d, h), **self.small, **block
+                products.outputs_kernel,
+                block.pop("grid"),
+                self.dtypes("fffwwwf"),
+                (b * j, j, d, h),
+                **self.small,
+                **block,
             )
             block = product_blocks(b * j, d, h)
             grid = block.pop("grid")
             # x_hat goes to M, or where that has halves to rows of its own.
             self.predictions = [
                 Launch(
-                    products.predictions_kernel, grid, self.dtypes("fwwwwff"), (b * j, j, d, h, *self.own_rows((2 * k + 1) * j)),
+                    products.predictions_kernel, grid, self.dtypes("fwwwwff"), (b * j, j, d, h,
+                        *self.own_rows((2 * k + 1) * j)),
                     FIXED=not case.variable, NORMALIZE=h > 1, **self.small, **block,
                 )
                 for k in range(self.last)
@@ -170,7 +194,9 @@ class Steps(Sizes):
             return
         by_row = row_blocks(max(d, h))
         n = cdiv(b * j, by_row["BLOCK_R"])
-        self.outputs = Launch(outputs_kernel, (n, 1, 1), self.dtypes("fffwwff"), (b * j, j, d, h), T=self.T, **by_row)
+        self.outputs = Launch(
+            outputs_kernel, (n, 1, 1), self.dtypes("fffwwff"), (b * j, j, d, h), T=self.T, **by_row
+        )
         self.out_product = Product((b * j, h, d), self.dtype, workspace=WORKSPACE, add=True, tf32=case.tf32)
         self.normalize = self.by_vectors(normalize_kernel, "ff")
         self.predict = Product((b * j, d, h), self.dtype, workspace=WORKSPACE, tf32=case.tf32)
@@ -178,7 +204,8 @@ class Steps(Sizes):
         n = cdiv(b * j, by_row["BLOCK_R"])
         self.scores_matrix = [
             Launch(
-                scores_matrix_kernel, (n, 1, 1), self.dtypes("fwwwf"), (b * j, j, d, *self.own_rows((2 * k + 1) * j)),
+                scores_matrix_kernel, (n, 1, 1), self.dtypes("fwwwf"), (b * j, j, d,
+                                                                        *self.own_rows((2 * k + 1) * j)),
                 FIXED=not case.variable, T=self.T, **by_row,
             )
             for k in range(self.last)
@@ -188,23 +215,35 @@ class Steps(Sizes):
         """A kernel whose programs have whole output vectors."""
         n, block = self.batch * self.n_out, next_power_of_2(self.h)
         rows = max(1, 2048 // block)
-        return Launch(kernel, (cdiv(n, rows), 1, 1), self.dtypes(letters), (n, self.h), BLOCK_R=rows, BLOCK_D=block)
+        return Launch(
+            kernel, (cdiv(n, rows), 1, 1), self.dtypes(letters), (n, self.h), BLOCK_R=rows, BLOCK_D=block
+        )
 
     def own_rows(self, first: int) -> tuple[int, int]:
-        """The stride of samples and the offset of the first where float32 rows of M go, from row ``first`` on."""
+        """Where float32 rows of M go, from row ``first`` on: the stride of samples, and the offset."""
         return (self.n_out * self.d, 0) if self.half else (self.n_M * self.d, first * self.d)
 
-    def product(self, sizes: tuple[int, int, int], *, transposed: tuple[bool, bool], add: bool = False) -> Any:
+    def product(
+        self, sizes: tuple[int, int, int], *, transposed: tuple[bool, bool], add: bool = False
+    ) -> Any:
         """A product of contiguous matrices; for each operand, whether memory holds its transpose."""
         if self.large:
-            return Product(sizes, self.dtype, workspace=WORKSPACE, transposed=transposed, add=add, tf32=self.case.tf32)
+            return Product(
+                sizes, self.dtype, workspace=WORKSPACE, transposed=transposed, add=add, tf32=self.case.tf32
+            )
         m, n, k = sizes
         a = (1, m) if transposed[0] else (k, 1)
         b = (1, k) if transposed[1] else (n, 1)
         block = product_blocks(m, n, k)
         letters = "fwf" if transposed[1] else "fff"  # W_F2 and W_G1 are parameters
         return Launch(
-            products.product_kernel, block.pop("grid"), self.dtypes(letters), (*sizes, *a, *b), ADD=add, **self.small, **block
+            products.product_kernel,
+            block.pop("grid"),
+            self.dtypes(letters),
+            (*sizes, *a, *b),
+            ADD=add,
+            **self.small,
+            **block,
         )
 
     def make_lengths(self) -> None:
@@ -214,18 +253,22 @@ class Steps(Sizes):
             n = 2 * self.n_out + (0 if self.packed else b)
             block_d = next_power_of_2(self.x_i) if self.half else min(1024, next_power_of_2(self.d))
             self.shared_rows = Launch(
-                products.shared_rows_kernel, (n, 1, 1), self.dtypes("wwwwwmfMff"), (self.n_out, self.d, self.x_i, self.n_inp),
+                products.shared_rows_kernel, (n, 1, 1), self.dtypes("wwwwwmfMff"), (self.n_out, self.d,
+                                                                                    self.x_i, self.n_inp),
                 LENGTHS=not self.packed, HALF=self.half, BLOCK_D=block_d, **counts,
             )  # fmt: skip
         else:
-            self.lengths = Launch(products.lengths_kernel, (b, 1, 1), self.dtypes("mf"), (self.n_inp,), **counts)
+            self.lengths = Launch(
+                products.lengths_kernel, (b, 1, 1), self.dtypes("mf"), (self.n_inp,), **counts
+            )
         if not self.packed:
             return
         tiles, _, n_parts = self.parts(self.n_out)
         steps = (b - 1).bit_length()
         self.segments = Launch(
             kernels.segments_kernel, (cdiv(max(b, self.n_tiles, n_parts), 256), 1, 1), self.dtypes("ofii"),
-            (self.n_rows, b, self.n_tiles, n_parts, steps, 2**steps // 2), TILE=TILE, PART=tiles * TILE, BLOCK=256,
+            (self.n_rows, b, self.n_tiles, n_parts, steps, 2**steps // 2), TILE=TILE, PART=tiles * TILE,
+            BLOCK=256,
             T=self.T,
         )  # fmt: skip
 
@@ -235,7 +278,11 @@ class Steps(Sizes):
         few = block_j <= (64 if forward else 16)
         block_k = 64 if self.half else 32
         # With fewer registers for a thread, more programs are on a multiprocessor at once.
-        registers = {"maxnreg": REGISTERS[forward]} if self.half and block_j >= 64 and (forward or block_j == 64) else {}
+        registers = (
+            {"maxnreg": REGISTERS[forward]}
+            if self.half and block_j >= 64 and (forward or block_j == 64)
+            else {}
+        )
         blocks = {"BLOCK_I": TILE, "BLOCK_J": block_j, "BLOCK_K": block_k, "num_stages": STAGES[forward]}
         return {**blocks, "num_warps": 4 if few else 8, **registers}
 
@@ -253,8 +300,10 @@ class Steps(Sizes):
         extra = EXTRA if whole else 0
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         parts = Launch(
-            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q) + extra), self.dtypes("pxfffiiffff"),
-            (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, EXTRA=extra, PACKED=self.packed,
+            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q) + extra),
+            self.dtypes("pxfffiiffff"),
+            (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, EXTRA=extra,
+            PACKED=self.packed,
             UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=SUM_STAGES,
             num_warps=8 if block_q > 64 or whole else 4, **self.precision,
         )  # fmt: skip
@@ -263,7 +312,8 @@ class Steps(Sizes):
         block = 1024 // at_once
         add = Launch(
             kernels.reduce_kernel, (cdiv(n_sums * self.d, block), batch, 1), self.dtypes("ffoff"),
-            (n, n_sums * self.d, n_sums, self.n_rows), PACKED=packed, PART=tiles * TILE, PARTS=at_once, BLOCK_N=block, T=self.T,
+            (n, n_sums * self.d, n_sums, self.n_rows), PACKED=packed, PART=tiles * TILE, PARTS=at_once,
+            BLOCK_N=block, T=self.T,
         )  # fmt: skip
         return Sum(parts, add if packed or n > 1 else None)
 
@@ -273,16 +323,25 @@ class Steps(Sizes):
         fresh = [int(k == self.last) for k in iterations]
         self.grad_u = self.product((b * j, d, h), transposed=(False, True))
         sums, by_row = sum_blocks_of_samples(b), row_blocks(h)
-        n_W, n_B, n_s = cdiv(j * d, sums["BLOCK_N"]), cdiv(j * h, sums["BLOCK_N"]), cdiv(b * j, by_row["BLOCK_R"])
+        n_W, n_B, n_s = (
+            cdiv(j * d, sums["BLOCK_N"]),
+            cdiv(j * h, sums["BLOCK_N"]),
+            cdiv(b * j, by_row["BLOCK_R"]),
+        )
         self.outputs_backward = [
             Launch(
                 outputs_backward_kernel, (n_W + n_B + n_s, 1, 1), self.dtypes("fffffwwffffff"),
-                (n_W, n_B, b, b * j, j, h, j * d, j * h, *self.own_rows(self.blocks_of[k] * j), b, fresh[k], fresh[k]), ONE=False, ROUNDS=False, T=self.T, **sums, **by_row,
+                (n_W, n_B, b, b * j, j, h, j * d, j * h, *self.own_rows(self.blocks_of[k] * j), b, fresh[k],
+                 fresh[k]), ONE=False, ROUNDS=False, T=self.T, **sums, **by_row,
             )
             for k in iterations
         ]  # fmt: skip
-        self.grad_y_halves = [self.halves(j, b, self.n_M, self.blocks_of[k] * j) for k in iterations if self.half]
-        self.grad_W_F2 = [self.product((d, h, b * j), transposed=(True, False), add=not fresh[k]) for k in iterations]
+        self.grad_y_halves = [
+            self.halves(j, b, self.n_M, self.blocks_of[k] * j) for k in iterations if self.half
+        ]
+        self.grad_W_F2 = [
+            self.product((d, h, b * j), transposed=(True, False), add=not fresh[k]) for k in iterations
+        ]
         self.make_pairs_backward(fresh)
         by_row = row_blocks(d)
         self.scores_matrix_backward = Launch(
@@ -292,14 +351,17 @@ class Steps(Sizes):
         self.sum_S = [self.sum_samples(2, j, fresh[k]) for k in iterations]
         self.predictions_backward = [
             Launch(
-                predictions_backward_kernel, (n_W, 1, 1), self.dtypes("ffwfff"), (b, j * d, j * d, b, fresh[k]), OF_B=True,
+                predictions_backward_kernel, (n_W, 1, 1), self.dtypes("ffwfff"), (b, j * d, j * d, b,
+                                                                                  fresh[k]), OF_B=True,
                 T=self.T, **sums,
             )
             for k in iterations
         ]  # fmt: skip
         self.grad_v = self.product((b * j, h, d), transposed=(False, True))
         self.normalize_backward = self.by_vectors(normalize_backward_kernel, "ffff")
-        self.grad_W_G1 = [self.product((h, d, b * j), transposed=(True, False), add=not fresh[k]) for k in iterations]
+        self.grad_W_G1 = [
+            self.product((h, d, b * j), transposed=(True, False), add=not fresh[k]) for k in iterations
+        ]
 
     def make_pairs_backward(self, fresh: list[int]) -> None:
         case, b, j, d = self.case, self.batch, self.n_out, self.d
@@ -313,25 +375,33 @@ class Steps(Sizes):
 
         self.next_backward = [
             self.tiles(
-                kernels.next_backward_kernel, f"xMff{c}wwffmipfffffpff", sizes(k), blocks, FRESH=bool(fresh[k]), **kinds
+                kernels.next_backward_kernel,
+                f"xMff{c}wwffmipfffffpff",
+                sizes(k),
+                blocks,
+                FRESH=bool(fresh[k]),
+                **kinds,
             )
             for k in range(case.n_iters)
         ]
         self.first_backward = self.tiles(
-            kernels.first_backward_kernel, f"xMfff{c}fffmipfffffpff", (*sizes(0), self.n_rows), blocks, PRIOR=case.prior,
+            kernels.first_backward_kernel, f"xMfff{c}fffmipfffffpff", (*sizes(0), self.n_rows), blocks,
+            PRIOR=case.prior,
             N_ITERS=case.n_iters, FRESH=bool(fresh[0]), **kinds,
         )  # fmt: skip
         if case.variable:
             self.sum_shared = self.sum(self.n_shared, whole=True)
             self.shared_backward = Launch(
-                kernels.shared_backward_kernel, (cdiv(j, 32), cdiv(d, 32), 1), self.dtypes("ffffffff"), (j, d),
+                kernels.shared_backward_kernel, (cdiv(j, 32), cdiv(d, 32), 1), self.dtypes("ffffffff"), (j,
+                                                                                                         d),
                 EXTRA=EXTRA, BLOCK_Q=32, BLOCK_D=32, T=self.T,
             )  # fmt: skip
         else:
             self.sum_pairs = self.sum_samples(4 if case.n_iters > 1 else 2, self.n_inp * j, 1)
             rows, block_d = (1, 256) if self.n_inp * d <= 2**17 else (4, 512)
             self.activations_backward = Launch(
-                kernels.activations_backward_kernel, (cdiv(self.n_inp, rows), cdiv(d, block_d), 1), self.dtypes("Xfffff"),
+                kernels.activations_backward_kernel, (cdiv(self.n_inp, rows), cdiv(d, block_d), 1),
+                self.dtypes("Xfffff"),
                 (b, self.n_inp, d, d), UNUSED=self.unused, BLOCK_I=rows, BLOCK_D=block_d, T=self.T,
             )  # fmt: skip
         rows, block_d, warps, block_k, stages = (TILE, 128, 4, 32, 3) if not self.half else INPUT_GRADIENT
@@ -341,7 +411,8 @@ class Steps(Sizes):
         n_tiles = self.n_tiles if self.packed else b * per_sample
         self.input_gradient = Launch(
             kernels.input_gradient_kernel, (n_tiles * n_blocks, 1, 1), self.dtypes("pfMffwiX"),
-            (self.n_inp, per_sample, self.n_M + self.n_shared, self.n_M, d, self.results_i, self.x_i, shared, n_blocks),
+            (self.n_inp, per_sample, self.n_M + self.n_shared, self.n_M, d, self.results_i, self.x_i,
+             shared, n_blocks),
             FIXED=not case.variable, PACKED=self.packed, UNUSED=self.unused, BLOCK_I=rows,
             BLOCK_D=block_d, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **self.precision,
         )  # fmt: skip
@@ -349,7 +420,8 @@ class Steps(Sizes):
     def sum_samples(self, k: int, n: int, fresh: int) -> Launch:
         """The sum over samples of k arrays [b, n]."""
         return Launch(
-            sum_samples_kernel, (cdiv(n, 32), k, 1), self.dtypes("fffff"), (self.batch, n, fresh), BLOCK_B=32, BLOCK_N=32,
+            sum_samples_kernel, (cdiv(n, 32), k, 1), self.dtypes("fffff"), (self.batch, n, fresh),
+            BLOCK_B=32, BLOCK_N=32,
             T=self.T,
         )  # fmt: skip
 
@@ -365,7 +437,14 @@ def product_blocks(m: int, n: int, k: int) -> dict[str, Any]:
     columns = max(16, min(rows, next_power_of_2(n)))
     grid = cdiv(m, rows), cdiv(n, columns), 1
     warps = 8 if rows == columns == 128 else 4
-    return {"grid": grid, "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": 32, "num_warps": warps, "num_stages": 3}
+    return {
+        "grid": grid,
+        "BLOCK_M": rows,
+        "BLOCK_N": columns,
+        "BLOCK_K": 32,
+        "num_warps": warps,
+        "num_stages": 3,
+    }
 
 
 def row_blocks(n: int) -> dict[str, int]:
