@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,8 @@ def case_of(
     """Everything of a call of the operators that its plan depends on."""
     B_F2, variable = weights[4], len(weights) > 12
     return Case(
-        tuple(x_inp.shape), x_inp.dtype, rounded, weights[0].dtype, *B_F2.shape, n_iters, variable,
+        tuple(x_inp.shape), x_inp.dtype, rounded, weights[0].dtype, B_F2.shape[0], B_F2.shape[1], n_iters,
+        variable,
         input_mask is not None, None if pair_mask is None else mask_strides(pair_mask, x_inp),
         None if cu_seqlens is None else (len(cu_seqlens) - 1, cu_seqlens.dtype), prior, implementation,
         Tuning(*tuning), bool(group), is_tf32(x_inp, rounded), need_phi, x_inp.device,
@@ -112,7 +114,18 @@ def run_loop(
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x_out [..., j, h], phi [..., i, j] of the given outputs (None for all), and memory for the backward."""
-    call = x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
+    call: Any = (
+        x_inp,
+        weights,
+        input_mask,
+        pair_mask,
+        cu_seqlens,
+        prior,
+        rounded,
+        tuning,
+        implementation,
+        group,
+    )
     plan = plan or plan_of(*call, n_iters, need_phi)
     if plan.path == "batch":
         return run_batch(plan, x_inp, named(weights), input_mask, pair_mask, cu_seqlens, need_phi, outputs)
@@ -134,11 +147,9 @@ def run_batch(plan: Plan, x_inp, w: Weights, input_mask, pair_mask, cu_seqlens, 
     dtype = compute_dtype(x_inp.dtype)
     phi = x_inp.new_empty(*shape, w.W_F1.shape[0] if need_phi else 0, dtype=dtype)  # [..., i, j]
     with on_device(x_inp):
+        tensors = batch.arguments(x_inp, w, input_mask, pair_mask)
         x_out, saved = batch.forward(
-            plan.steps,
-            *batch.arguments(x_inp, w, input_mask, pair_mask),
-            cu_seqlens,
-            phi if need_phi else None,
+            plan.steps, *tensors, cu_seqlens=cu_seqlens, phi_out=phi if need_phi else None
         )
     return x_out, phi if outputs is None or not need_phi else phi[..., list(outputs)].contiguous(), saved
 
@@ -196,11 +207,11 @@ def n_columns(p: Problem, need_phi: bool, outputs: Sequence[int] | None) -> int:
 @loop_op.register_fake
 def _(x_inp, weights, input_mask, pair_mask, cu_seqlens, *rest):
     *options, n_iters, need_phi, outputs = rest
-    call = x_inp, weights, input_mask, pair_mask, cu_seqlens, *options
+    call: Any = x_inp, weights, input_mask, pair_mask, cu_seqlens, *options
     (j, h), dtype = weights[4].shape, compute_dtype(x_inp.dtype)
     batch = x_inp.shape[:-2] if cu_seqlens is None else [cu_seqlens.shape[0] - 1]
     k = (j if outputs is None else len(outputs)) if need_phi else 0
-    plan = choose_path(case_of(*call, n_iters, need_phi))
+    plan = choose_path(case_of(*call, n_iters=n_iters, need_phi=need_phi))
     memory = (
         Sizes(plan).saved if plan.path == "batch" else loop.saved_memory(problem(*call, again=True), n_iters)
     )
@@ -231,7 +242,18 @@ def run_loop_backward(
     Args:
         plan: of the forward pass, if it is known.
     """
-    call = x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
+    call: Any = (
+        x_inp,
+        weights,
+        input_mask,
+        pair_mask,
+        cu_seqlens,
+        prior,
+        rounded,
+        tuning,
+        implementation,
+        group,
+    )
     plan = plan or plan_of(*call, n_iters)
     if plan.path == "batch":
         from vecroute.ops.paths.batch import run as batch
@@ -298,8 +320,8 @@ def _backward(ctx, grad_x_out, *_):
     need_grad_x = ctx.needs_input_grad[0]
     # With a graph the operator, which refuses to be differentiated.
     plain = is_plain(grad_x_out) and not torch.is_grad_enabled()
-    call = grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x
-    grad_x, *grads = run_loop_backward(*call, ctx.plan) if plain else loop_backward_op(*call)
+    call: Any = grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x
+    grad_x, *grads = run_loop_backward(*call, plan=ctx.plan) if plain else loop_backward_op(*call)
     return (grad_x if need_grad_x else None, grads, *[None] * 11)
 
 
@@ -318,9 +340,9 @@ class Loop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_inp: Tensor, n_weights: int, *arguments):
-        inputs = x_inp, arguments[:n_weights], *arguments[n_weights:]
+        inputs: Any = x_inp, arguments[:n_weights], *arguments[n_weights:]
         plan = plan_of(*inputs[:-1])
-        x_out, phi, saved = run_loop(*inputs, plan)  # [..., j, h], [..., i, j]
+        x_out, phi, saved = run_loop(*inputs, plan=plan)  # [..., j, h], [..., i, j]
         _setup_context(ctx, inputs, (x_out, phi, saved))
         ctx.plan = plan
         ctx.mark_non_differentiable(phi)
@@ -352,7 +374,7 @@ def operator_arguments(
     tuning: Tuning,
     cu_seqlens: Tensor | None = None,
     group: str = "",
-) -> tuple:
+) -> Any:
     """The arguments of ``problem``, with the weights that there are as a list."""
     rounded = product_dtype(x_inp)
     tensors = [w for w in weights if w is not None]
@@ -430,7 +452,7 @@ def route_streamed(
         return x_out, phi.detach() if need_phi else None
     with torch.no_grad():
         if plan_of(*arguments, n_iters).path == "batch":
-            x_out, phi, _ = run_loop(*arguments, n_iters, True, outputs)
+            x_out, phi, _ = run_loop(*arguments, n_iters=n_iters, need_phi=True, outputs=outputs)
             return x_out, phi_out.copy_(phi) if need_phi else None
         p = problem(*arguments)
         with tf32_under_autocast(p):

@@ -52,8 +52,8 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None) -
     sqrt_n_inp.copy_(p.sqrt_n_inp)
     if p.width > p.n_out and len(x_hat):
         x_hat[..., p.n_out :, :] = 0  # rows that no output has
-    for name, (t, _) in p.kept_copies.items():
-        p.copies[name] = kept_in_memory[f"copy of {name}"].copy_(t)
+    for name, (original, _) in p.kept_copies.items():
+        p.copies[name] = kept_in_memory[f"copy of {name}"].copy_(original)
     M = None
     for t in range(n_iters):
         last = t == n_iters - 1

@@ -96,11 +96,11 @@ class Steps(Sizes):
         _, _, n_parts = self.parts(j)
         workspace = {"workspace": ((WORKSPACE,), torch.uint8)} if self.large else {}
         pairs = self.dtypes("p")[0]
-        temporary = {"phi": ((r, j), pairs)}
+        temporary: dict[str, tuple] = {"phi": ((r, j), pairs)}
         if self.large:
             temporary |= {"u": ((b, j, d), f), "v": ((b, j, h), f)}
         temporary |= {"tops": ((n_tiles,), f), "tile_sums": ((n_tiles, j), f)}
-        back = {
+        back: dict[str, tuple] = {
             "results": ((r, self.results_i), pairs), "row_tops": ((case.n_iters, r), f), "grad_f": ((r,),
                 f), "grad_u": ((b, j, d), f), "u": ((b, j, d), f),
             "v": ((b, j, h), f), "grad_v": ((b, j, h), f), "grad_g": ((b, j, d), f), "grad_s": ((b, j), f),
@@ -108,8 +108,10 @@ class Steps(Sizes):
             "parts_S": ((2, b, j), f), "to_sum": ((r, max(j, q)), pairs), "tops": ((n_tiles,), f),
             "tile_sums": ((n_tiles, max(j, q + 1)), f),
         }  # fmt: skip
-        rows = {"rows": ((b * j, d), f)} if self.half else {}  # of M, before they are halves
-        sums = {"sum_parts": ((n_parts, j, d), f), "sum_totals": ((n_parts, j), f)}
+        rows: dict[str, tuple] = (
+            {"rows": ((b * j, d), f)} if self.half else {}
+        )  # of M, before they are halves
+        sums: dict[str, tuple] = {"sum_parts": ((n_parts, j, d), f), "sum_totals": ((n_parts, j), f)}
         if case.variable:
             _, _, n = self.parts(q, whole=True)
             back |= {
