@@ -83,7 +83,7 @@ def plan_of(*call) -> Plan:
     return make_plan(case_of(*call))
 
 
-def mask_strides(mask: Tensor, x_inp: Tensor) -> tuple[int, ...]:
+def mask_strides(mask: Tensor, x_inp: Tensor) -> Any:
     """Strides of a pair mask [b, i, j] with the batch dimensions of x_inp as one."""
     batch = x_inp.shape[:-2]
     mask = mask.expand(*batch, *mask.shape[-2:])  # [..., i, j]
@@ -147,9 +147,9 @@ def run_batch(plan: Plan, x_inp, w: Weights, input_mask, pair_mask, cu_seqlens, 
     dtype = compute_dtype(x_inp.dtype)
     phi = x_inp.new_empty(*shape, w.W_F1.shape[0] if need_phi else 0, dtype=dtype)  # [..., i, j]
     with on_device(x_inp):
-        tensors = batch.arguments(x_inp, w, input_mask, pair_mask)
+        tensors: Any = batch.arguments(x_inp, w, input_mask, pair_mask)
         x_out, saved = batch.forward(
-            plan.steps, *tensors, cu_seqlens=cu_seqlens, phi_out=phi if need_phi else None
+            plan.steps, *(*tensors, cu_seqlens, phi if need_phi else None)
         )
     return x_out, phi if outputs is None or not need_phi else phi[..., list(outputs)].contiguous(), saved
 
@@ -211,7 +211,7 @@ def _(x_inp, weights, input_mask, pair_mask, cu_seqlens, *rest):
     (j, h), dtype = weights[4].shape, compute_dtype(x_inp.dtype)
     batch = x_inp.shape[:-2] if cu_seqlens is None else [cu_seqlens.shape[0] - 1]
     k = (j if outputs is None else len(outputs)) if need_phi else 0
-    plan = choose_path(case_of(*call, n_iters=n_iters, need_phi=need_phi))
+    plan = choose_path(case_of(*(*call, n_iters, need_phi)))
     memory = (
         Sizes(plan).saved if plan.path == "batch" else loop.saved_memory(problem(*call, again=True), n_iters)
     )
@@ -321,7 +321,7 @@ def _backward(ctx, grad_x_out, *_):
     # With a graph the operator, which refuses to be differentiated.
     plain = is_plain(grad_x_out) and not torch.is_grad_enabled()
     call: Any = grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x
-    grad_x, *grads = run_loop_backward(*call, plan=ctx.plan) if plain else loop_backward_op(*call)
+    grad_x, *grads = run_loop_backward(*(*call, ctx.plan)) if plain else loop_backward_op(*call)
     return (grad_x if need_grad_x else None, grads, *[None] * 11)
 
 
@@ -342,7 +342,7 @@ class Loop(torch.autograd.Function):
     def forward(ctx, x_inp: Tensor, n_weights: int, *arguments):
         inputs: Any = x_inp, arguments[:n_weights], *arguments[n_weights:]
         plan = plan_of(*inputs[:-1])
-        x_out, phi, saved = run_loop(*inputs, plan=plan)  # [..., j, h], [..., i, j]
+        x_out, phi, saved = run_loop(*(*inputs, plan))  # [..., j, h], [..., i, j]
         _setup_context(ctx, inputs, (x_out, phi, saved))
         ctx.plan = plan
         ctx.mark_non_differentiable(phi)
@@ -426,12 +426,6 @@ def route_streamed(
     Returns:
         x_out [..., j, h] and phi [..., i, j] (None if not asked for), which has no graph.
     """
-    if (
-        implementation == "chunked"
-        and weights.W_use is None
-        and (phi_out is not None or not torch.is_grad_enabled())
-    ):
-        tuning = tuning._replace(keep_bytes=0)  # dot products are kept for a backward alone
     arguments = operator_arguments(
         x_inp,
         weights,
@@ -443,6 +437,10 @@ def route_streamed(
         cu_seqlens=cu_seqlens,
         group=group,
     )
+    without_backward = phi_out is not None or not torch.is_grad_enabled()
+    if weights.W_use is None and without_backward and plan_of(*arguments, n_iters).path != "batch":
+        # Dot products are kept for a backward alone.
+        arguments = (*arguments[:7], list(tuning._replace(keep_bytes=0)), *arguments[8:])
     if phi_out is None:
         _, tensors, *rest = arguments
         if is_plain(x_inp):
@@ -452,7 +450,7 @@ def route_streamed(
         return x_out, phi.detach() if need_phi else None
     with torch.no_grad():
         if plan_of(*arguments, n_iters).path == "batch":
-            x_out, phi, _ = run_loop(*arguments, n_iters=n_iters, need_phi=True, outputs=outputs)
+            x_out, phi, _ = run_loop(*(*arguments, n_iters, True, outputs))
             return x_out, phi_out.copy_(phi) if need_phi else None
         p = problem(*arguments)
         with tf32_under_autocast(p):
