@@ -148,9 +148,7 @@ def run_batch(plan: Plan, x_inp, w: Weights, input_mask, pair_mask, cu_seqlens, 
     phi = x_inp.new_empty(*shape, w.W_F1.shape[0] if need_phi else 0, dtype=dtype)  # [..., i, j]
     with on_device(x_inp):
         tensors: Any = batch.arguments(x_inp, w, input_mask, pair_mask)
-        x_out, saved = batch.forward(
-            plan.steps, *(*tensors, cu_seqlens, phi if need_phi else None)
-        )
+        x_out, saved = batch.forward(plan.steps, *(*tensors, cu_seqlens, phi if need_phi else None))
     return x_out, phi if outputs is None or not need_phi else phi[..., list(outputs)].contiguous(), saved
 
 
