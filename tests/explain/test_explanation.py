@@ -291,6 +291,86 @@ class TestAggregate:
         assert explanation.top(2) == explanation.top(2, output="bad") != explanation.top(2, output="good")
 
 
+NEW_FIELDS = {
+    "of": "words",
+    "phi": None,
+    "temperature": 2.5,
+    "multi_label": True,
+    "not_explained": [0.25, -0.5],
+    "about": {"model": "x", "date": "2026-01-31"},
+}
+
+
+class TestProbabilities:
+    def test_all_classes(self):
+        explanation = explain("ab cd", names=("a", "b", "c"), scores=[2, 0, 1], temperature=2.0)
+        expected = torch.tensor([1.0, 0.0, 0.5]).softmax(0)
+        assert explanation.probabilities.tolist() == pytest.approx(expected.tolist())
+        assert explanation[["b", "a"]].probabilities.tolist() == pytest.approx(expected[[1, 0]].tolist())
+        margin = explanation.margin("a", "b")
+        assert margin.probabilities.tolist() == pytest.approx([torch.tensor(1.0).sigmoid().item()])
+
+    def test_two_classes(self):
+        explanation = explain("ab cd", scores=[-1, 2], temperature=4.0)
+        margin = explanation.margin()
+        assert margin.output_names == ["good - bad"]
+        assert margin.probabilities[0] == pytest.approx(explanation.probabilities[1])
+        assert margin.probabilities[0] == pytest.approx(1 / (1 + np.exp(-3 / 4)))
+
+    def test_labels_that_do_not_exclude_one_another(self):
+        explanation = explain("ab cd", scores=[1000, -2], temperature=2.0, multi_label=True)
+        assert explanation.probabilities.tolist() == pytest.approx([1, 1 / (1 + np.e)])
+
+    def test_some_classes(self):
+        explanation = explain("ab cd", probabilities=[0.1, 0.2])
+        assert explanation["good"].aggregate("word").probabilities.tolist() == pytest.approx([0.2])
+
+    @pytest.mark.parametrize("temperature", [0, -1.0, np.nan, np.inf])
+    def test_the_temperature_is_positive(self, temperature):
+        with pytest.raises(ValueError, match="temperature must be a positive number, got"):
+            explain("ab", temperature=temperature)
+
+
+class TestWords:
+    def test_what_is_not_explained_counts_for_completeness(self):
+        explanation = explain(TEXT)
+        missing = explanation._replace(
+            scores=explanation.scores + [1, -2], not_explained=[1, -2], of="words", phi=None
+        )
+        assert missing.completeness_error < 1e-6
+        for changed in (missing["bad"], missing.margin(), missing.aggregate("word"), missing.at_depth(0)):
+            assert changed.completeness_error < 1e-6
+            assert changed.not_explained.any()
+        assert missing._replace(not_explained=None).completeness_error > 1e-3
+        with pytest.raises(ValueError, match=r"not_explained must be \[n_cls=2\], got \[1\]"):
+            explain(TEXT, not_explained=[0])
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda e: e["bad"],
+            lambda e: e.margin(),
+            lambda e: e.aggregate("word"),
+            lambda e: e.aggregate("depth"),
+            lambda e: e.sum_depth(),
+            lambda e: e.at_depth(0),
+            lambda e: e.skip_special_tokens(),
+        ],
+    )
+    def test_every_change_keeps_where_it_comes_from(self, change):
+        changed = change(explain(TEXT, **NEW_FIELDS))
+        for name in ("of", "phi", "temperature", "multi_label", "about"):
+            assert getattr(changed, name) == NEW_FIELDS[name]
+
+    def test_there_may_be_no_credit(self):
+        explanation = explain(TEXT, **NEW_FIELDS)
+        assert "phi" not in explanation.to_dataframe().columns
+        with pytest.raises(ValueError, match=r"of='phi' needs credit, which only of='states'"):
+            explanation.plot(of="phi")
+        with pytest.raises(ValueError, match="of must be one of 'words', 'states', got 'letters'"):
+            explain(TEXT, of="letters")
+
+
 class TestSegments:
     @pytest.mark.parametrize(
         ("text", "expected"),
@@ -378,12 +458,34 @@ class TestFiles:
         saved = explain(HOSTILE[name], names=("<b>", '"é\n'), depths=["a", 1, 2]).aggregate("word")
         saved.save(tmp_path / "x.safetensors")
         loaded = vr.Explanation.load(tmp_path / "x.safetensors")
+        self.check_equal(saved, loaded)
+
+    def check_equal(self, saved, loaded):
         for field, value in vars(saved).items():
             found = getattr(loaded, field)
-            if field in ARRAYS:
+            if field in ARRAYS and value is not None:
                 assert found.dtype == value.dtype
                 found, value = found.tolist(), value.tolist()
             assert found == value, field
+
+    def test_every_field_is_saved(self, tmp_path):
+        saved = explain(TEXT, **NEW_FIELDS)
+        saved.save(tmp_path / "x.safetensors")
+        self.check_equal(saved, vr.Explanation.load(tmp_path / "x.safetensors"))
+
+    def test_old_files_load_as_explanations_of_states(self, tmp_path):
+        from vecroute.storage import save_tensors
+
+        fields = vars(explain(TEXT))
+        old = [name for name in ARRAYS if name not in ("probabilities", "not_explained")]
+        about = {name: fields[name] for name in ("output_names", "text", "pieces", "depths", "unit")}
+        tensors = {name: torch.from_numpy(fields[name]) for name in old}
+        save_tensors(tmp_path / "x.safetensors", tensors, {"kind": "explanation", **about})
+        loaded = vr.Explanation.load(tmp_path / "x.safetensors")
+        assert (loaded.of, loaded.temperature, loaded.about) == ("states", 1.0, {})
+        assert not loaded.not_explained.any()
+        assert np.isnan(loaded.probabilities).all()  # the file does not say whether these are all classes
+        assert (loaded.values == fields["values"]).all()
 
     def test_the_file_is_compact(self, tmp_path):
         explanation = explain("word " * 1000, depth=7)

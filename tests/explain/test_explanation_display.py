@@ -310,6 +310,7 @@ class TestHtml:
 
     def test_a_file_has_the_rights_of_any_file(self, tmp_path):
         explain(TEXT).to_html(tmp_path / "x.html")
+        assert explain(TEXT).to_html() == (tmp_path / "x.html").read_text()
         (tmp_path / "y").touch()
         assert (tmp_path / "x.html").stat().st_mode == (tmp_path / "y").stat().st_mode
 

@@ -27,7 +27,7 @@ def to_dataframe(explanation: "Explanation"):
             "level": np.array(explanation.depth_names, dtype=object)[d],
             "output": np.array(explanation.output_names, dtype=object)[j],
             "contribution": explanation.values.reshape(-1),
-            "phi": explanation.phi.reshape(-1),
+            **({} if explanation.phi is None else {"phi": explanation.phi.reshape(-1)}),
         }
     )
 

@@ -17,14 +17,10 @@ def by_part(explanation: "Explanation", unit: str) -> dict[str, Any]:
     keys, parts = chunks(explanation) if unit == "chunk" else segments(explanation, unit)
     rows = {key: row for row, key in enumerate(parts)}
     group = np.array([rows[key] for key in keys], dtype=np.int64)  # [n]
-    sums = np.zeros((2, len(rows), *explanation.values.shape[1:]))  # [2, n_rows, depth, n_cls]
-    np.add.at(sums[0], group, explanation.values)
-    np.add.at(sums[1], group, explanation.phi)
     special = np.ones(len(rows), dtype=bool)  # [n_rows]
     np.logical_and.at(special, group, explanation.special)
     return {
-        "values": sums[0],
-        "phi": sums[1],
+        **sums(explanation, group, len(rows)),
         "pieces": [piece for piece, _ in parts.values()],
         "offsets": [span for _, span in parts.values()],
         "special": special,
@@ -33,13 +29,26 @@ def by_part(explanation: "Explanation", unit: str) -> dict[str, Any]:
     }
 
 
+def sums(explanation: "Explanation", group: np.ndarray, n_rows: int) -> dict[str, np.ndarray]:
+    """Contributions and credit summed over the rows of each group, [n_rows, depth, n_cls] each.
+
+    Args:
+        group: [n] the new row of each row.
+    """
+    found = {}
+    for name, array in explanation.by_row.items():
+        found[name] = np.zeros((n_rows, *array.shape[1:]))  # [n_rows, depth, n_cls]
+        np.add.at(found[name], group, array)
+    return found
+
+
 def by_depth(explanation: "Explanation") -> dict[str, Any]:
     """The fields of an explanation whose rows are depths."""
-    arrays = (explanation.values, explanation.phi)
-    values, phi = (array.sum(0, dtype=np.float64)[:, None] for array in arrays)  # [depth, 1, n_cls]
+    arrays = explanation.by_row.items()
+    found = {name: array.sum(0, dtype=np.float64)[:, None] for name, array in arrays}  # [depth, 1, n_cls]
     names = explanation.depth_names
     rows = {"pieces": names, "offsets": np.zeros((len(names), 2)), "special": None, "chunk": None}
-    return {"values": values, "phi": phi, "depths": ["all depths"], "unit": "depth", **rows}
+    return {**found, "depths": ["all depths"], "unit": "depth", **rows}
 
 
 def segments(explanation: "Explanation", unit: str) -> tuple[list[int], Named]:

@@ -1,7 +1,7 @@
 """Explanation: what each token of a text adds to each class score, at each depth."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -14,7 +14,17 @@ from vecroute.explain.shown import plural
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.storage import load_tensors, save_tensors, write_file
 
-ARRAYS = ("values", "phi", "base_values", "scores", "offsets", "special", "chunk")
+ARRAYS = (
+    "values",
+    "phi",
+    "base_values",
+    "scores",
+    "probabilities",
+    "not_explained",
+    "offsets",
+    "special",
+    "chunk",
+)
 UNITS = ("token", "word", "sentence", "chunk", "depth")
 
 
@@ -30,14 +40,14 @@ class Part(NamedTuple):
 class Explanation:
     """What each token of one text adds to each class score at each depth, and the credit phi.
 
-        scores = base_values + sum over tokens and depths of values
+        scores = base_values + not_explained + sum over tokens and depths of values
 
     Arrays are numpy float32, and their sums are made in float64. Rows are tokens, or words, sentences, chunks
     or depths after ``aggregate``. Several texts have a list of explanations.
 
     Args:
         values: [n, depth, n_cls] contributions of every token, arrays or tensors.
-        phi: [n, depth, n_cls] credit of every token.
+        phi: [n, depth, n_cls] credit of every token, None if it is not known.
         base_values: [n_cls] the scores with no contribution.
         scores: [n_cls] what the network computed.
         output_names: the names of the n_cls classes.
@@ -48,18 +58,29 @@ class Explanation:
         chunk: [n] which chunk of the text each token was encoded in, None for one chunk.
         depths: which hidden states these are, 0 for the embeddings, or names; None for 0, ..., depth - 1.
         unit: what the rows are.
+        of: "words" if values are those of the tokens that the encoder read, "states" if they are those of the
+            hidden states at each position, which have read the other tokens too.
+        not_explained: [n_cls] what values and base leave missing to the scores, None for nothing.
+        temperature: T; the probabilities of all classes are softmax(scores / T).
+        multi_label: whether classes do not exclude one another; probabilities are then sigmoid(scores / T).
+        probabilities: [n_cls] nan where one is not known; None to compute them from the scores, which must
+            then be those of all classes.
+        about: more to remember of where this comes from, of JSON types, such as "model" and "date".
 
     Raises:
-        ValueError: shapes that do not fit one another, offsets outside the text, numbers that are not finite.
+        ValueError: shapes that do not fit one another, offsets outside the text, numbers that are not finite,
+            a temperature that is not positive.
     """
 
     units: tuple[str, ...] = UNITS
+    arrays: tuple[str, ...] = ARRAYS  # fields that are saved as tensors
+    kind = "explanation"  # of file
 
     def __init__(
         self,
         *,
         values: Any,
-        phi: Any,
+        phi: Any = None,
         base_values: Any,
         scores: Any,
         output_names: Sequence[Any],
@@ -70,20 +91,38 @@ class Explanation:
         chunk: Any = None,
         depths: Sequence[int | str] | None = None,
         unit: str = "token",
+        of: str = "states",
+        not_explained: Any = None,
+        temperature: float = 1.0,
+        multi_label: bool = False,
+        probabilities: Any = None,
+        about: Mapping[str, Any] | None = None,
     ):
         check_choice("unit", unit, self.units)
+        check_choice("of", of, ("words", "states"))
+        if not 0 < temperature < np.inf:
+            raise ValueError(f"temperature must be a positive number, got {temperature!r}")
         if not isinstance(text, str):
             raise TypeError(f"text must be a string, got {type(text).__name__}")
-        self.text, self.unit = text, unit
+        self.text, self.unit, self.of = text, unit, of
+        self.temperature, self.multi_label = float(temperature), bool(multi_label)
+        self.about = dict(about or {})
         self.output_names = [str(name) for name in output_names]
         n_cls = len(self.output_names)
         if not 0 < n_cls == len(set(self.output_names)):
             raise ValueError(f"output_names must be different names, at least one, got {self.output_names}")
         self.values = as_floats("values", values, (None, None, n_cls), "n depth n_cls")  # [n, depth, n_cls]
         n, depth, _ = self.values.shape
-        self.phi = as_floats("phi", phi, self.values.shape, "n depth n_cls")  # [n, depth, n_cls]
+        self.phi = None  # or [n, depth, n_cls]
+        if phi is not None:
+            self.phi = as_floats("phi", phi, self.values.shape, "n depth n_cls")
         self.base_values = as_floats("base_values", base_values, (n_cls,), "n_cls")  # [n_cls]
         self.scores = as_floats("scores", scores, (n_cls,), "n_cls")  # [n_cls]
+        missing = np.zeros(n_cls) if not_explained is None else not_explained
+        self.not_explained = as_floats("not_explained", missing, (n_cls,), "n_cls")  # [n_cls]
+        if probabilities is None:
+            probabilities = probabilities_of(self.scores, self.temperature, self.multi_label)
+        self.probabilities = as_array(probabilities, np.float32)  # [n_cls]
         self.offsets = check_offsets(offsets, n, text)  # [n, 2]
         self.special = as_array([False] * n if special is None else special, np.bool_)  # [n]
         self.chunk = as_array([0] * n if chunk is None else chunk, np.int32)  # [n]
@@ -92,7 +131,8 @@ class Explanation:
         self.pieces = [str(piece) for piece in pieces]
         levels = range(depth) if depths is None else depths
         self.depths = [level if isinstance(level, str) else int(level) for level in levels]
-        for name, count in (("special", n), ("chunk", n), ("pieces", n), ("depths", depth)):
+        counts = {"special": n, "chunk": n, "pieces": n, "depths": depth, "probabilities": n_cls}
+        for name, count in counts.items():
             if len(getattr(self, name)) != count:
                 raise ValueError(f"{name} must have {count} elements, got {len(getattr(self, name))}")
 
@@ -107,10 +147,13 @@ class Explanation:
     def __getitem__(self, name: Any) -> Self:
         """The explanation of one class, or of a list of them, by name."""
         names = name if isinstance(name, list) else [name]
-        return self._of_outputs(np.eye(len(self.output_names))[[self.index(n) for n in names]], names)
+        chosen = [self.index(n) for n in names]
+        return self._of_outputs(np.eye(len(self.output_names))[chosen], names, self.probabilities[chosen])
 
     def margin(self, name: Any = None, other: Any = None) -> Self:
         """The explanation of the score of one class less that of another: what decides between the two.
+
+        Its probability is that of the one class if it is one of these two: sigmoid(margin / T).
 
         Args:
             name: a class, None for the one with the highest score.
@@ -122,7 +165,8 @@ class Explanation:
             raise ValueError(f"margin needs two classes, this explains {self.output_names[j]!r} alone")
         k = ranked[0] if other is None else self.index(other)
         weights = np.eye(len(self.output_names))[j] - np.eye(len(self.output_names))[k]  # [n_cls]
-        return self._of_outputs(weights[None], [f"{self.output_names[j]} - {self.output_names[k]}"])
+        of_two = probabilities_of(weights[None] @ self.scores, self.temperature, True)  # [1]
+        return self._of_outputs(weights[None], [f"{self.output_names[j]} - {self.output_names[k]}"], of_two)
 
     def aggregate(self, unit: str, *, skip_special_tokens: bool = False) -> "Explanation":
         """Sums over the tokens of each word, sentence or chunk, or over all tokens.
@@ -146,9 +190,8 @@ class Explanation:
 
     def sum_depth(self) -> Self:
         """Contributions and credit summed over depth, [n, 1, n_cls]."""
-        arrays = (self.values, self.phi)
-        values, phi = (array.sum(1, keepdims=True, dtype=np.float64) for array in arrays)  # [n, 1, n_cls]
-        return self._replace(values=values, phi=phi, depths=["all depths"])
+        sums = {name: array.sum(1, keepdims=True, dtype=np.float64) for name, array in self.by_row.items()}
+        return self._replace(**sums, depths=["all depths"])
 
     def at_depth(self, level: int | str) -> Self:
         """The explanation by one depth, [n, 1, n_cls]; what the others contributed is counted to the base.
@@ -161,18 +204,15 @@ class Explanation:
             raise ValueError(f"level must be one of {known}, got {level!r}")
         d = known.index(level) % len(self.depths)
         others = self.values.sum((0, 1), dtype=np.float64) - self.values[:, d].sum(0, dtype=np.float64)
-        return self._replace(
-            values=self.values[:, [d]],  # [n, 1, n_cls]
-            phi=self.phi[:, [d]],
-            base_values=self.base_values + others,
-            depths=[self.depths[d]],
-        )
+        chosen = {name: array[:, [d]] for name, array in self.by_row.items()}  # [n, 1, n_cls]
+        return self._replace(**chosen, base_values=self.base_values + others, depths=[self.depths[d]])
 
     def skip_special_tokens(self) -> Self:
         """The explanation without special tokens; what they contributed is counted to the base."""
         keep = ~self.special  # [n]
         skipped = self.values[self.special].sum((0, 1), dtype=np.float64)  # [n_cls]
-        rows = {name: getattr(self, name)[keep] for name in ("values", "phi", "offsets", "special", "chunk")}
+        arrays = {"offsets": self.offsets, "special": self.special, "chunk": self.chunk, **self.by_row}
+        rows = {name: array[keep] for name, array in arrays.items()}
         pieces = [piece for piece, kept in zip(self.pieces, keep, strict=True) if kept]
         return self._replace(**rows, pieces=pieces, base_values=self.base_values + skipped)
 
@@ -208,6 +248,11 @@ class Explanation:
         return self.output_names.index(str(output))
 
     @property
+    def by_row(self) -> dict[str, np.ndarray]:
+        """Contributions and, where it is known, credit: what has a number for each row, depth and class."""
+        return {"values": self.values} if self.phi is None else {"values": self.values, "phi": self.phi}
+
+    @property
     def depth_names(self) -> list[str]:
         """A name for each depth."""
         names = {0: "embeddings"}
@@ -215,9 +260,9 @@ class Explanation:
 
     @property
     def completeness_error(self) -> np.float64:
-        """|sum values + base - score| / (sum |values| + |base|), of the class where it is largest."""
+        """|sum values + base + not explained - score| / (sum |values| + |base|), the largest of all classes."""
         values, base = self.values.astype(np.float64), self.base_values.astype(np.float64)
-        error = abs(values.sum((0, 1)) + base - self.scores)  # [n_cls]
+        error = abs(values.sum((0, 1)) + base + self.not_explained - self.scores)  # [n_cls]
         scale = abs(values).sum((0, 1)) + abs(base)  # [n_cls]
         return np.max(np.divide(error, scale, out=np.where(error > 0, np.inf, 0.0), where=scale > 0))
 
@@ -235,32 +280,37 @@ class Explanation:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file, whole or not at all; ``Explanation.load`` reads it."""
-        fields = vars(self)
-        tensors = {name: torch.from_numpy(field) for name, field in fields.items() if name in ARRAYS}
-        about = {name: field for name, field in fields.items() if name not in ARRAYS}
-        save_tensors(path, tensors, {"kind": "explanation", **about})
+        fields = {name: field for name, field in vars(self).items() if field is not None}
+        tensors = {name: torch.from_numpy(fields.pop(name)) for name in self.arrays if name in fields}
+        save_tensors(path, tensors, {"kind": self.kind, **fields})
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "Explanation":
+    def load(cls, path: str | os.PathLike) -> Self:
         """Read what ``save`` wrote."""
-        tensors, about = load_tensors(path, "explanation")
+        tensors, about = load_tensors(path, cls.kind)
         del about["kind"]
+        if "probabilities" not in tensors:  # an old file, whose classes may not be all
+            tensors["probabilities"] = torch.full_like(tensors["scores"], torch.nan)  # [n_cls]
         return cls(**{**tensors, **about})
 
     def to_html(
-        self, path: str | os.PathLike, *, unit: str = "word", outputs: Sequence[Any] | None = None
-    ) -> None:
+        self,
+        path: str | os.PathLike | None = None,
+        *,
+        unit: str = "word",
+        outputs: Sequence[Any] | None = None,
+    ) -> str | None:
         """Write a web page that needs nothing but itself, whole or not at all.
 
         Args:
-            path: the file; what was there is replaced.
+            path: the file; what was there is replaced. None to return the page as a string.
             unit: what to show tokens as: "token", "word", "sentence", "chunk" or "depth".
             outputs: the classes to explain, None for the margin of the highest score over the next and the
                 three classes with the highest scores.
         """
         from vecroute.explain.html import page
 
-        write_file(path, page(self, unit, outputs).encode())
+        return written(path, page(self, unit, outputs))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -307,11 +357,29 @@ class Explanation:
     def _replace(self, **changes: Any) -> Self:
         return type(self)(**{**vars(self), **changes})
 
-    def _of_outputs(self, weights: np.ndarray, names: Sequence[Any]) -> Self:
-        """Linear combinations of the outputs, weights [n_new, n_cls]."""
-        fields = ("values", "phi", "base_values", "scores")
-        mixed = {name: getattr(self, name).astype(np.float64) @ weights.T for name in fields}
-        return self._replace(**mixed, output_names=names)
+    def _of_outputs(self, weights: np.ndarray, names: Sequence[Any], probabilities: np.ndarray) -> Self:
+        """Linear combinations of the outputs, weights [n_new, n_cls], with their probabilities [n_new]."""
+        outputs = {name: getattr(self, name) for name in ("base_values", "scores", "not_explained")}
+        arrays = {**outputs, **self.by_row}
+        mixed = {name: array.astype(np.float64) @ weights.T for name, array in arrays.items()}
+        return self._replace(**mixed, output_names=names, probabilities=probabilities)
+
+
+def probabilities_of(scores: np.ndarray, temperature: float, multi_label: bool) -> np.ndarray:
+    """softmax(scores / T), of labels that do not exclude one another sigmoid(scores / T): float64 [n_cls]."""
+    logits = scores.astype(np.float64) / temperature  # [n_cls]
+    if multi_label:
+        return np.exp(-np.logaddexp(0, -logits))  # [n_cls]
+    powers = np.exp(logits - logits.max())  # [n_cls]
+    return powers / powers.sum()
+
+
+def written(path: str | os.PathLike | None, page: str) -> str | None:
+    """A page, written to a file if there is a path."""
+    if path is None:
+        return page
+    write_file(path, page.encode())
+    return None
 
 
 def as_array(values: Any, dtype: Any) -> np.ndarray:

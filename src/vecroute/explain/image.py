@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch import nn
 
 from vecroute.encoders.vision import VisionEncoder
-from vecroute.explain.aggregate import by_depth
-from vecroute.explain.explanation import ARRAYS, Explanation, as_array
+from vecroute.explain.aggregate import by_depth, sums
+from vecroute.explain.explanation import ARRAYS, Explanation, as_array, written
 from vecroute.explain.hidden import explain_hidden
 from vecroute.io.images import Picture
 from vecroute.ops.checks import check_choice, check_size
-from vecroute.storage import load_tensors, require, save_tensors, write_file
+from vecroute.storage import require, write_file
 
 LONGEST = 512  # pixels of the longer side of the copy of the image that an explanation keeps
 N_REGIONS = 8
@@ -40,6 +39,8 @@ class ImageExplanation(Explanation):
     """
 
     units = ("patch", "region", "depth")
+    arrays = (*ARRAYS, "image", "tiles", "cells")
+    kind = "explanation of an image"
 
     def __init__(self, *, image: Any, size: Sequence[int], tiles: Any, cells: Any, **fields: Any):
         fields.setdefault("offsets", np.zeros((len(fields["values"]), 2)))
@@ -139,37 +140,29 @@ class ImageExplanation(Explanation):
             level: one depth by its position, None for the sum over depths.
         """
         check_choice("of", of, ("values", "phi"))
-        array = (self.values if of == "values" else self.phi)[..., self.index(output)]  # [n, depth]
+        from vecroute.explain.plots import chosen
+
+        array = chosen(self, of)[..., self.index(output)]  # [n, depth]
         rows = array.sum(1, dtype=np.float64) if level is None else array[:, level]  # [n]
         return np.where(self.cells < 0, 0.0, rows[self.cells])  # [rows, columns]
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write to one safetensors file, whole or not at all; ``ImageExplanation.load`` reads it."""
-        fields, names = vars(self), {*ARRAYS, "image", "tiles", "cells"}
-        tensors = {name: torch.from_numpy(field) for name, field in fields.items() if name in names}
-        about = {name: field for name, field in fields.items() if name not in names}
-        save_tensors(path, tensors, {"kind": "explanation of an image", **about})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> Self:
-        """Read what ``save`` wrote."""
-        tensors, about = load_tensors(path, "explanation of an image")
-        del about["kind"]
-        return cls(**{**tensors, **about})
-
     def to_html(
-        self, path: str | os.PathLike, *, unit: str = "region", outputs: Sequence[Any] | None = None
-    ) -> None:
+        self,
+        path: str | os.PathLike | None = None,
+        *,
+        unit: str = "region",
+        outputs: Sequence[Any] | None = None,
+    ) -> str | None:
         """Write a web page that needs nothing but itself, whole or not at all.
 
         Args:
-            path: the file; what was there is replaced.
+            path: the file; what was there is replaced. None to return the page as a string.
             unit: what to list: "patch", "region" or "depth".
             outputs: the classes to explain, None for the three with the highest scores.
         """
         from vecroute.explain.image_html import page
 
-        write_file(path, page(self, unit, outputs).encode())
+        return written(path, page(self, unit, outputs))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -232,14 +225,11 @@ class ImageExplanation(Explanation):
         row_of = np.empty(len(self), np.int64)  # [n]
         row_of[lone] = np.arange(len(lone))
         row_of[self.cells] = group + len(lone)
-        sums = np.zeros((2, len(lone) + len(numbers), *self.values.shape[1:]))  # [2, n_rows, depth, n_cls]
-        np.add.at(sums[0], row_of, self.values)
-        np.add.at(sums[1], row_of, self.phi)
+        n_rows = len(lone) + len(numbers)
         return self._replace(
-            values=sums[0],
-            phi=sums[1],
+            **sums(self, row_of, n_rows),
             pieces=[self.pieces[row] for row in lone] + called,
-            offsets=np.zeros((sums.shape[1], 2)),
+            offsets=np.zeros((n_rows, 2)),
             special=[*self.special[lone], *(False for _ in numbers)],
             chunk=None,
             cells=group + len(lone),

@@ -65,7 +65,7 @@ def draw_map(ax: Any, explanation: "Explanation", output: Any, of: str) -> None:
     rows = explanation if explanation.special.all() else explanation.skip_special_tokens()
     if not len(rows):
         raise ValueError("plot needs at least one row, the explanation has none")
-    array = rows.values if of == "values" else rows.phi
+    array = chosen(rows, of)  # [n, depth, n_cls]
     cells = array[..., rows.index(name)].T  # [depth, n]
     largest = float(abs(cells).max()) or 1.0
     colours = require("matplotlib.colors", "plot").LinearSegmentedColormap.from_list("", [DOWN, GROUND, UP])
@@ -82,6 +82,17 @@ def draw_map(ax: Any, explanation: "Explanation", output: Any, of: str) -> None:
     what = "contribution to the score" if of == "values" else "credit"
     ax.set_title(f"{what} of {caption(name)}", parse_math=False, fontsize=10)
     ax.figure.colorbar(image, ax=ax, fraction=0.03, pad=0.02)
+
+
+def chosen(explanation: "Explanation", of: str) -> np.ndarray:
+    """Contributions or credit, [n, depth, n_cls].
+
+    Raises:
+        ValueError: credit that the explanation does not have.
+    """
+    if of not in explanation.by_row:
+        raise ValueError("of='phi' needs credit, which only of='states' of a head of routings has")
+    return explanation.by_row[of]
 
 
 def draw_bars(ax: Any, explanation: "Explanation", output: Any, k: int) -> None:
