@@ -334,8 +334,9 @@ class TestProbabilities:
 class TestWords:
     def test_what_is_not_explained_counts_for_completeness(self):
         explanation = explain(TEXT)
+        rest = np.array([1, -2])
         missing = explanation._replace(
-            scores=explanation.scores + [1, -2], not_explained=[1, -2], of="words", phi=None
+            scores=explanation.scores + rest, not_explained=rest, of="words", phi=None
         )
         assert missing.completeness_error < 1e-6
         for changed in (missing["bad"], missing.margin(), missing.aggregate("word"), missing.at_depth(0)):
