@@ -260,7 +260,7 @@ class Explanation:
 
     @property
     def completeness_error(self) -> np.float64:
-        """|sum values + base + not explained - score| / (sum |values| + |base|), the largest of all classes."""
+        """|sum values + base + not explained - score| / (sum |values| + |base|), largest of all classes."""
         values, base = self.values.astype(np.float64), self.base_values.astype(np.float64)
         error = abs(values.sum((0, 1)) + base + self.not_explained - self.scores)  # [n_cls]
         scale = abs(values).sum((0, 1)) + abs(base)  # [n_cls]
