@@ -1,4 +1,4 @@
-"""What the layers share."""
+"""The result type and the initial values that the layers share."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,11 +12,15 @@ class Routed(NamedTuple):
     """Output vectors and the credit of every input for every output."""
 
     x_out: Tensor  # [..., j, h]
-    phi: Any  # [..., i, j]: a Tensor if one layer routed, a Credit if a network did
+    phi: Any  # [..., i, j] a Tensor from a layer, a Credit from a network
 
 
 def reset_betas(layer: nn.Module, d_inp: int) -> None:
-    """Learned betas: standard normal if fixed, as ``nn.Linear`` draws its own if linear in x_inp."""
+    """Draw new learned betas.
+
+    ``beta_use`` and ``beta_ign`` (fixed length) are standard normal. The weights and biases that compute the
+    betas from x_inp (variable length) are uniform, as in ``nn.Linear``.
+    """
     for name, parameter in layer.named_parameters(recurse=False):
         if name in ("beta_use", "beta_ign"):
             nn.init.normal_(parameter)

@@ -1,12 +1,12 @@
-"""Routing to convergence: the state that one more iteration does not change, and its implicit gradient.
+"""Routing to convergence: find the state that one more iteration does not change, and differentiate it.
 
-With U for one iteration after the first (section 3.3 of the paper), a layer that converges gives
+U is one iteration after the first (section 3.3 of the paper). A solver searches for the fixed point
 
-    x = U(x | x_inp),
+    x = U(x | x_inp).
 
-and, whatever the solver did to find it, the gradient of that equation: for an upstream gradient g it solves
-u = g + J^T u with J = dU/dx, by the same solver, and sends u through one iteration. Nothing of the search is
-stored.
+The backward pass differentiates this equation, not the search. For an upstream gradient g, the same solver
+finds u = g + J^T u with J = dU/dx, and u then flows back through one iteration. The search stores no
+intermediate state for the backward pass.
 """
 
 import math
@@ -24,36 +24,38 @@ from torch.autograd.function import once_differentiable
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.ops.common import compute_dtype, is_exporting, without_autocast
 
-WINDOW = 5  # states that Anderson's method combines
-WARM_UP = 10  # steps before it does: far from a fixed point it may run to another one than the loop does
-GROWTH = 10  # of the residual, at which it has failed
-INSIDE = ("vecroute", "torch")  # packages whose lines a warning does not point to
+WINDOW = 5  # how many of the latest states Anderson acceleration combines
+# Plain steps before Anderson acceleration starts. Started far from a fixed point, it may converge to a
+# different fixed point than plain iteration.
+WARM_UP = 10
+GROWTH = 10  # Anderson acceleration has failed when the residual exceeds this multiple of its minimum
+INSIDE = ("vecroute", "torch")  # a warning must point to a line outside these packages
 
 Update = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Converge:
-    """In place of ``n_iters``: iterate until the state stands still.
+    """Pass this as ``n_iters`` to iterate until the outputs stop changing.
 
     Args:
-        tol: the residual at which a sample stops.
-        max_iters: updates at most, after the first iteration from the flat prior.
-        solver: "anderson" (Anderson's acceleration: the next state is the combination of the last five that
-            makes the residual least; where that fails, back to the loop for a while) or "iterate" (the loop
-            as it is).
-        stop: the residual is |U(x) - x|, "absolute", or that divided by |U(x)|, "relative".
+        tol: a sample stops when its residual is at most tol.
+        max_iters: greatest number of updates after the first iteration, which starts from the flat prior.
+        solver: "iterate" repeats the iteration. "anderson" (Anderson acceleration) combines the last five
+            states so that the residual is smallest, and returns to plain iteration for a while when this
+            fails.
+        stop: the residual is |U(x) - x| if "absolute", |U(x) - x| / |U(x)| if "relative".
 
-    Each sample of a batch stops by itself, also where the residual is down to rounding (10 units in the last
-    place) and falls no more. ``layer.convergence`` says how the last call went. Where ``tol`` is not reached
-    there is a warning, and the state with the smallest residual is used.
+    Each sample of a batch stops on its own. A sample also stops when its residual is as small as rounding
+    errors (10 units in the last place) and no longer decreases. ``layer.convergence`` describes the last
+    call. If a sample does not reach ``tol``, the layer warns and uses the state with the smallest residual.
 
-    Residuals are those of x; the layer gives U(x), and phi of that iteration, for only so is x_out exactly
-    sum_i phi_ij V_ij. Near a stable fixed point that is nearer still; where J has an eigenvalue beyond 1 in
-    size, the residual of U(x) may be greater than that of x by such a factor.
+    The residuals belong to x, but the layer returns U(x) and the phi of that iteration, because only then
+    x_out equals sum_i phi_ij V_ij exactly. U(x) is closer to a stable fixed point than x is. If J has an
+    eigenvalue of absolute value above 1, the residual of U(x) may exceed the residual of x by that factor.
 
     Raises:
-        ValueError, TypeError: an argument of the wrong value or type.
+        ValueError, TypeError: an argument has the wrong value or type.
     """
 
     tol: float = 1e-4
@@ -72,11 +74,11 @@ class Converge:
 
 
 class Convergence(NamedTuple):
-    """How a call of a layer with ``Converge`` went, sample by sample: of x, where the layer gives U(x)."""
+    """How the search of a layer with ``Converge`` went, for each sample."""
 
-    steps: Tensor  # [...] updates of the state, the first iteration aside
-    residuals: Tensor  # [..., steps of the slowest sample] after each of them; the last one stays
-    converged: Tensor  # [...] whether the residual came down to tol, or to rounding
+    steps: Tensor  # [...] number of updates, without the first iteration
+    residuals: Tensor  # [..., t] residual after each step; a sample that stopped repeats its last residual
+    converged: Tensor  # [...] True if the residual reached tol or the size of rounding errors
 
 
 def check_n_iters(n_iters: object) -> None:
@@ -86,10 +88,11 @@ def check_n_iters(n_iters: object) -> None:
 
 
 def not_compiled(function: Callable) -> Callable:
-    """The function, as one that torch.compile leaves to Python; where nothing is compiled, as it is."""
+    """Exclude the function from torch.compile: its number of steps depends on the data."""
     if is_exporting():
         raise ValueError(
-            "n_iters must be an int in a layer to be exported: the steps of a Converge depend on the data"
+            "n_iters must be an int in a layer to be exported: with a Converge, the number of steps depends "
+            "on the data"
         )
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
@@ -97,12 +100,15 @@ def not_compiled(function: Callable) -> Callable:
 def fixed_point(
     update: Update, x: Tensor, options: Converge, pull: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Convergence]:
-    """The state x = update(x), with its implicit gradient, found from the state x [..., j, h].
+    """Find x = update(x) and attach its implicit gradient.
 
     Args:
         update: U, differentiable by autograd.
-        x: where to start.
-        pull: (x, u) -> J^T u at x; None to have it from autograd.
+        x: [..., j, h] the state from which the search starts.
+        pull: (x, u) -> J^T u at x, or None to compute it by autograd.
+
+    Returns:
+        The state [..., j, h] and how the search went.
 
     Raises:
         ValueError: a state is NaN or infinite.
@@ -110,15 +116,15 @@ def fixed_point(
     with torch.no_grad():
         x, convergence = solve(update, x.detach(), options)
     if not (ok := convergence.converged).all():
-        worst = convergence.residuals.amin(-1).max()  # of the states that are used
+        worst = convergence.residuals.amin(-1).max()
         warnings.warn(
             f"routing did not converge: {int((~ok).sum())} of {ok.numel()} samples have a residual above "
-            f"tol={options.tol} after {options.max_iters} steps, the greatest is {worst:.1e}",
+            f"tol={options.tol} after {options.max_iters} steps; the largest residual is {worst:.1e}",
             stacklevel=_callers_level(),
         )
     if not torch.is_grad_enabled():
         return x, convergence
-    y = update(x)  # [..., j, h], with the graph of one iteration
+    y = update(x)  # [..., j, h] with the graph of one iteration
     if not y.requires_grad:
         return x, convergence
     if pull is None:
@@ -127,7 +133,7 @@ def fixed_point(
 
 
 def _callers_level() -> int:
-    """The stacklevel of the first frame that is neither of this package nor of PyTorch."""
+    """Return the stacklevel of the first frame outside this package and PyTorch."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in INSIDE:
         frame, level = frame.f_back, level + 1
@@ -135,14 +141,14 @@ def _callers_level() -> int:
 
 
 def _pull_by_autograd(update: Update, x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x, u) -> J^T u at this x, from the graph of an iteration of its own."""
+    """Return (x, u) -> J^T u at this x. It differentiates its own copy of one iteration."""
     leaf = x.detach().requires_grad_()  # [..., j, h]
     y = update(leaf)  # [..., j, h]
     return lambda x, u: torch.autograd.grad(y, leaf, u, retain_graph=True, materialize_grads=True)[0]
 
 
 class _Implicit(torch.autograd.Function):
-    """The value x, and on the way back to y = update(x) the solution of u = g + J^T u instead of g."""
+    """Forward: x. Backward: send the solution u of u = g + J^T u to y = update(x) instead of g."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, pull: Callable, options: Converge) -> Tensor:
@@ -154,7 +160,7 @@ class _Implicit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
         (x,) = ctx.saved_tensors  # [..., j, h]
-        # Divided by its length, and the residual absolute: for a linear equation that measures the error.
+        # The equation for u is linear in g. With g of length 1, the absolute residual is a relative error.
         scale = _norm(grad)[..., None, None]  # [..., 1, 1]
         scale = scale.where(scale > 0, 1.0)  # [..., 1, 1]
         g = grad / scale  # [..., j, h]
@@ -164,7 +170,8 @@ class _Implicit(torch.autograd.Function):
             bad = f"{int((~converged).sum())} of {converged.numel()}"
             warnings.warn(
                 f"the gradient of the routing did not converge to tol={options.tol} after "
-                f"{options.max_iters} steps in {bad} samples: the best found is used",
+                f"{options.max_iters} steps in {bad} samples; the approximation with the smallest residual "
+                "is used",
                 stacklevel=2,
             )
         return u * scale, None, None, None
@@ -173,10 +180,14 @@ class _Implicit(torch.autograd.Function):
 def solve(
     update: Update, x: Tensor, options: Converge, *, linear: bool = False
 ) -> tuple[Tensor, Convergence]:
-    """Search for x = update(x) from x [..., j, h]; of each sample the state with the smallest residual.
+    """Search for x = update(x), starting from x [..., j, h].
 
     Args:
-        linear: the update is linear: it has but one fixed point, and may meet NaN, as gradients at times are.
+        linear: the update is linear, so it has a single fixed point. NaN is allowed, since an upstream
+            gradient may contain NaN.
+
+    Returns:
+        For each sample, the state with the smallest residual, [..., j, h], and how the search went.
     """
     best, least = x, torch.full_like(_norm(x), math.inf)  # [..., j, h], [...]
     active = torch.ones_like(least, dtype=torch.bool)  # [...]
@@ -197,7 +208,7 @@ def solve(
                 f"{lost.numel()} samples: look for NaN or very large numbers in x_inp, x_init and the "
                 "parameters"
             )
-        # A sample that stopped keeps its residual, and so its best state, while others go on.
+        # A sample that stopped keeps its residual, and therefore its best state, while others continue.
         residual = residual.where(active, residuals[..., step - 2])  # [...]
         better = residual < least  # [...]
         at_rest = (residual <= rounding * length) & ~better  # [...]
@@ -218,21 +229,23 @@ def _norm(x: Tensor) -> Tensor:
 
 
 class _Anderson:
-    """Plain steps, then combined ones; a sample where those fail goes back and takes twice as many plain.
+    """Anderson acceleration with restarts, for each sample separately.
 
-    So it goes on along the loop, and settles where that does.
+    A sample takes ``n_plain`` plain steps, then combined steps. If combined steps fail, the sample returns to
+    the state after its last plain step, doubles ``n_plain`` and starts again. So the search follows plain
+    iteration and ends at the same fixed point.
     """
 
     def __init__(self, x: Tensor, least: Tensor, linear: bool):
-        self.linear = linear  # then there is nowhere to go astray
+        self.linear = linear  # a linear update has a single fixed point, so no restart is needed
         self.history: list[tuple[Tensor, Tensor]] = []
-        self.plain = x  # [..., j, h], the last state that plain steps led to
-        self.least = least  # [...] residual since the sample went back
-        self.age = torch.zeros_like(least, dtype=torch.long)  # [...] steps since then
-        self.n_plain = self.age + (0 if linear else WARM_UP)  # [...] how many of them are plain
+        self.plain = x  # [..., j, h] the state after the last plain step
+        self.least = least  # [...] smallest residual since the last restart
+        self.age = torch.zeros_like(least, dtype=torch.long)  # [...] steps since the last restart
+        self.n_plain = self.age + (0 if linear else WARM_UP)  # [...] plain steps after a restart
 
     def next_state(self, x: Tensor, y: Tensor, residual: Tensor) -> Tensor:
-        """The state [..., j, h] after x, of which the iteration made y."""
+        """Return the state [..., j, h] that follows x, given y = update(x)."""
         self.history = [*self.history[1 - WINDOW :], (x, y)]
         self.age = self.age + 1  # [...]
         if not self.linear:
@@ -243,7 +256,7 @@ class _Anderson:
         return _combination(self.history, self.age).to(y.dtype).where(combine[..., None, None], y)
 
     def _guard(self, y: Tensor, residual: Tensor) -> Tensor:
-        """y [..., j, h], or the last plain state where combined ones have failed."""
+        """Return y [..., j, h], or the last plain state for samples whose combined steps failed."""
         self.plain = y.where((self.age <= self.n_plain)[..., None, None], self.plain)  # [..., j, h]
         self.least = self.least.minimum(residual)  # [...]
         failed = (self.age > self.n_plain + 1) & (residual > GROWTH * self.least)  # [...]
@@ -254,23 +267,24 @@ class _Anderson:
 
 
 def _combination(history: list[tuple[Tensor, Tensor]], age: Tensor) -> Tensor:
-    """The next state: sum_k alpha_k y_k, where alpha, of sum 1, makes |sum_k alpha_k (y_k - x_k)| least.
+    """Return sum_k alpha_k y_k, where alpha minimises |sum_k alpha_k (y_k - x_k)| and sums to 1.
 
-    The errors are scaled to unit length first, for they differ by orders of magnitude.
+    The errors y_k - x_k differ by orders of magnitude, so they are first scaled to unit length.
 
     Args:
-        age: [...] how many of the last states count.
+        age: [...] how many of the latest states to combine.
     """
     dtype = compute_dtype(history[-1][1].dtype)
     with without_autocast(history[-1][1]):
-        # [..., k, n] each, of the last k states of n numbers
+        # [..., k, n] each: the last k states, flattened to n = n_out d_out numbers
         xs, ys = (torch.stack(states, -3).to(dtype).flatten(-2) for states in zip(*history, strict=True))
         errors = ys - xs  # [..., k, n]
         length = torch.linalg.vector_norm(errors, dim=-1).clamp(min=torch.finfo(dtype).tiny)  # [..., k]
         back = torch.arange(len(history), 0, -1, device=ys.device)  # [k]
-        length = length.where(back <= age.clamp(min=1)[..., None], math.inf)  # [..., k], of weight 0
+        # An infinite length gives weight 0 to states from before the restart.
+        length = length.where(back <= age.clamp(min=1)[..., None], math.inf)  # [..., k]
         unit = errors / length[..., None]  # [..., k, n]
-        # Where errors are all but parallel the least change is taken.
+        # The ridge keeps the system solvable when the errors are almost parallel.
         ridge = torch.eye(len(history), dtype=dtype, device=ys.device) * 10 * torch.finfo(dtype).eps  # [k, k]
         weight = length.amin(-1, keepdim=True) / length  # [..., k]
         alpha = torch.linalg.solve(unit @ unit.mT + ridge, weight) * weight  # [..., k]

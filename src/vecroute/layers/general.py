@@ -27,18 +27,18 @@ class GeneralRouting(nn.Module):
         n_inp: number of input vectors, or None for any number.
         n_out: number of output vectors.
         d_inp: size of input vectors.
-        n_iters: number of iterations, or a ``Converge`` to iterate until the outputs stand still.
+        n_iters: number of iterations, or a ``Converge`` to iterate until the outputs stop changing.
         compete_over: "outputs" (the paper's softmax over j) or "inputs" (over i, as in attention).
-        beta_use, beta_ign: None for learned ones, a number for a constant, or a function of x_inp that
-            gives [..., i, j].
-        independent_votes: whether F computes the votes of each input from that input alone, without which
-            credit cannot pass through a network; None to have it probed there.
+        beta_use, beta_ign: None for learned betas, a number for a constant, or a function of x_inp that
+            returns [..., i, j].
+        independent_votes: True if F computes the votes of each input from that input alone. Credit can pass
+            through this layer in a network only if it does. None: the network tests F.
 
-    A and F whose signature has ``input_mask`` are given it (those of ``vecroute.networks`` that scale by
-    sqrt(n_inp) do). Unused inputs reach the networks as zeros.
+    The layer passes ``input_mask`` to A and F if their signature has that argument. The ready-made networks
+    that scale by sqrt(n_inp) have it. Unused inputs reach the networks as zeros.
 
     Raises:
-        ValueError, TypeError: an argument, or what a network returned, of the wrong shape or type.
+        ValueError, TypeError: an argument, or the result of a network, has the wrong shape or type.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GeneralRouting(nn.Module):
         self.A, self.F, self.G, self.S = A, F, G, S
         self.n_inp, self.n_out, self.d_inp = n_inp, n_out, d_inp
         self.n_iters, self.compete_over = n_iters, compete_over
-        self.convergence: Convergence | None = None  # of the last call, where n_iters is a Converge
+        self.convergence: Convergence | None = None  # set by each call if n_iters is a Converge
         self.independent_votes, self.probed = independent_votes, set[tuple]()
         for name, beta in (("use", beta_use), ("ign", beta_ign)):
             self._set_beta(name, beta, {"device": device, "dtype": dtype})
@@ -95,7 +95,7 @@ class GeneralRouting(nn.Module):
             setattr(self, f"beta_{name}", nn.Parameter(torch.empty(self.n_inp, self.n_out, **like)))
 
     def reset_parameters(self) -> None:
-        """Draw new initial values for the learned betas (the networks keep theirs)."""
+        """Draw new initial values for the learned betas. The networks keep their parameters."""
         reset_betas(self, self.d_inp)
 
     def extra_repr(self) -> str:
@@ -118,7 +118,7 @@ class GeneralRouting(nn.Module):
         pair_mask: Tensor | None = None,
         x_init: Tensor | None = None,
     ) -> Routed:
-        """Like ``forward``, and the credit phi [..., i, j] of every input for every output."""
+        """Return x_out and the credit phi [..., i, j] of every input for every output."""
         last = self._iterate(x_inp, input_mask, pair_mask, x_init)
         return Routed(last.x_out, last.phi)
 
@@ -129,10 +129,10 @@ class GeneralRouting(nn.Module):
         pair_mask: Tensor | None = None,
         x_init: Tensor | None = None,
     ) -> list[Iteration]:
-        """Every quantity of every iteration.
+        """Return every quantity of every iteration.
 
         Args:
-            x_init: [..., j, h] outputs that the first E-step scores, in place of the flat prior.
+            x_init: [..., j, h] outputs that the first E-step scores instead of using the flat prior.
         """
         iterations: list[Iteration] = []
         self._iterate(x_inp, input_mask, pair_mask, x_init, iterations)
@@ -141,7 +141,7 @@ class GeneralRouting(nn.Module):
     def state(
         self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
     ) -> Tensor:
-        """x_out [..., j, h], from which another iteration would start."""
+        """Return x_out [..., j, h]: another iteration would start from this state."""
         return self(x_inp, input_mask, pair_mask)
 
     def update(
@@ -151,7 +151,7 @@ class GeneralRouting(nn.Module):
         input_mask: Tensor | None = None,
         pair_mask: Tensor | None = None,
     ) -> Tensor:
-        """U(x_out | x_inp) of section 3.3: [..., j, h] after one iteration from x_out.
+        """Return U(x_out | x_inp) of section 3.3: the state [..., j, h] after one iteration from x_out.
 
         Args:
             x_out: [..., j, h], or None for the flat prior.
@@ -161,12 +161,12 @@ class GeneralRouting(nn.Module):
     def _iterate(
         self, x_inp, input_mask, pair_mask, x_init, trace: list[Iteration] | None = None
     ) -> Iteration:
-        """The last iteration; every one is appended to the trace."""
+        """Run all iterations, append each to the trace and return the last."""
         step = self._step(x_inp, input_mask, pair_mask, x_init, trace)
         n_iters, x_out = self.n_iters, x_init  # [..., j, h]
         if isinstance(n_iters, Converge):
             if x_init is not None:
-                # Each sample has a state of its own, also where they start from the same.
+                # Samples may share x_init, but each needs its own state.
                 x_out = x_init.expand(*x_inp.shape[:-2], *x_init.shape[-2:])  # [..., j, h]
             return not_compiled(self._converge)(n_iters, step, x_out)
         for _ in range(n_iters):
@@ -175,7 +175,7 @@ class GeneralRouting(nn.Module):
         return last
 
     def _converge(self, n_iters: Converge, step: Callable[[Tensor | None], Iteration], x_out: Tensor | None):
-        """The iteration from the state that it does not change."""
+        """Return the iteration that starts from the fixed point."""
         if x_out is None:
             with torch.no_grad():
                 x_out = step(None).x_out  # [..., j, h]
@@ -185,8 +185,8 @@ class GeneralRouting(nn.Module):
     def _step(
         self, x_inp, input_mask, pair_mask, x_init, trace: list[Iteration] | None = None
     ) -> Callable[[Tensor | None], Iteration]:
-        """One iteration, as a function of the outputs to start from; None for the flat prior."""
-        # The learned betas come first, then the parameters of the networks; there may be none at all.
+        """Return one iteration as a function of the outputs it starts from (None: the flat prior)."""
+        # The inputs must match the first parameter, a beta or one of a network. There may be none.
         parameter = next((p for p in self.parameters() if p.is_floating_point()), None)
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=parameter)
         input_mask, pair_mask = check_masks(x_inp, input_mask, pair_mask, self.n_out)
@@ -214,7 +214,7 @@ class GeneralRouting(nn.Module):
             D_ign = f_a_inp - D_use  # [..., i, j]
             phi = (beta_use * D_use - beta_ign * D_ign).to(V.dtype)  # [..., i, j]
             if use is not None:
-                # A beta that a function computed from zeros may be infinite, and 0 * inf is NaN.
+                # A function may return infinite betas for inputs that were set to zero, and 0 * inf is NaN.
                 phi = phi.where(use, 0.0)  # [..., i, j]
             x_out = torch.einsum("...ij,...ijh->...jh", phi, V)  # [..., j, h]
             iteration = Iteration(a_inp, x_hat, S, R, D_use, D_ign, phi, x_out)
@@ -225,7 +225,7 @@ class GeneralRouting(nn.Module):
         return step
 
     def _e_step(self, x_inp: Tensor, x_out: Tensor | None, use: Tensor | None, ij: tuple[int, ...]):
-        """x_hat [..., j, d], S and R [..., i, j]; without an x_out the first two are None and R is flat."""
+        """Return x_hat [..., j, d], S and R [..., i, j]. Without an x_out: None, None and a flat R."""
         dim = -1 if self.compete_over == "outputs" else -2
         if x_out is None:
             S_flat = x_inp.new_zeros(ij, dtype=compute_dtype(x_inp.dtype))  # [..., i, j]
@@ -236,7 +236,7 @@ class GeneralRouting(nn.Module):
         return x_hat, S, masked_softmax(S.to(compute_dtype(S.dtype)), use, dim)
 
     def _activations(self, x_inp: Tensor, input_mask: Tensor | None) -> Tensor:
-        """Scores of A as [..., i]."""
+        """Return the scores of A as [..., i]."""
         a_inp = call_network(self.A, (x_inp,), input_mask)
         shape = tuple(x_inp.shape[:-1])
         if not isinstance(a_inp, Tensor) or tuple(a_inp.shape) not in (shape, (*shape, 1)):
@@ -245,7 +245,7 @@ class GeneralRouting(nn.Module):
         return a_inp.reshape(shape)
 
     def _call(self, name: str, args: tuple, shape: tuple, letters: str, input_mask=None) -> Tensor:
-        """Call the named network and check the shape of what it returns (None there means any size)."""
+        """Call the named network and check the shape of its result. None in shape allows any size."""
         value = call_network(getattr(self, name), args, input_mask)
         fits = isinstance(value, Tensor) and value.dim() == len(shape)
         if not fits or any(e not in (None, v) for e, v in zip(shape, value.shape, strict=True)):
@@ -253,7 +253,7 @@ class GeneralRouting(nn.Module):
         return value
 
     def _beta(self, name: str, x_inp: Tensor, ij: tuple[int, ...]) -> Tensor | float:
-        """beta_use or beta_ign: a number, or [..., i, j]."""
+        """Return beta_use or beta_ign: a number, or [..., i, j]."""
         if hasattr(self, f"W_{name}"):
             return x_inp @ getattr(self, f"W_{name}") + getattr(self, f"B_{name}")  # [..., i, j]
         beta = getattr(self, f"beta_{name}")
@@ -263,7 +263,7 @@ class GeneralRouting(nn.Module):
 
 
 def call_network(network: Callable[..., Tensor], args: tuple, input_mask: Tensor | None) -> Tensor:
-    """Call a network, with input_mask if there is one and its signature asks for it."""
+    """Call a network. Pass input_mask if it is given and the network's signature has it."""
     function = network.forward if isinstance(network, nn.Module) else network
     if input_mask is not None and "input_mask" in inspect.signature(function).parameters:
         return network(*args, input_mask=input_mask)

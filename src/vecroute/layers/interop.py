@@ -1,4 +1,4 @@
-"""Weights of the public ``heinsen_routing`` package."""
+"""Loading weights of the public ``heinsen_routing`` package."""
 
 from collections.abc import Mapping
 
@@ -13,13 +13,13 @@ from vecroute.layers.vector import VectorRouting
 def load_reference_state_dict(layer: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Load the weights of a module of the public ``heinsen_routing`` package into one of our layers.
 
-    Its constant buffers (``CONST_...``) are not needed; ``compute_beta_use.weight`` [j, d] and its kin become
-    ``W_use`` [d, j]. The layer also takes over the public code's flat prior, 1 / n_out rounded to float32;
-    that is no parameter, shows in float64 alone, and is not in the layer's own state_dict.
+    The public constant buffers (``CONST_...``) are ignored. ``compute_beta_use.weight`` [j, d] becomes
+    ``W_use`` [d, j], and so on. The layer also adopts the flat prior of the public code, which is 1 / n_out
+    rounded to float32. The difference is visible only in float64, and ``state_dict`` does not contain it.
 
     Raises:
-        TypeError: layer is no routing layer, or state_dict no dict of tensors.
-        ValueError: a parameter is missing, unknown or of another shape.
+        TypeError: layer is not a routing layer, or state_dict is not a dict of tensors.
+        ValueError: a parameter is missing, unknown or has another shape.
     """
     if not isinstance(layer, VectorRouting | GeneralRouting | MatrixRouting):
         raise TypeError(f"layer must be a routing layer, got {type(layer).__name__}")
@@ -42,5 +42,5 @@ def load_reference_state_dict(layer: nn.Module, state_dict: Mapping[str, Tensor]
         raise ValueError(f"state_dict does not fit {type(layer).__name__}: {details}")
     layer.load_state_dict(ours)
     if isinstance(layer, VectorRouting):
-        # The public code keeps its flat prior as a float32 constant, which shows in float64.
+        # The public code stores its flat prior in float32. The rounding is visible in float64.
         layer.prior = torch.tensor(1 / layer.n_out, dtype=torch.float32).item()

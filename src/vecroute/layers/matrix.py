@@ -37,14 +37,14 @@ class MatrixRouting(nn.Module):
         d_inp, d_out: columns of input and output matrices.
         n_iters: number of iterations.
         p_model: "gaussian" mixtures or "skm", soft k-means.
-        single_beta: whether beta_ign is beta_use.
+        single_beta: True to use one parameter for both beta_use and beta_ign.
 
     Shapes:
         a_inp [..., n_inp], mu_inp [..., n_inp, d_cov, d_inp] ->
         a_out [..., n_out], mu_out and sig2_out [..., n_out, d_cov, d_out]. Masks as in ``VectorRouting``.
 
     Raises:
-        ValueError, TypeError: an argument of the wrong shape, type, dtype or device.
+        ValueError, TypeError: an argument has the wrong shape, type, dtype or device.
     """
 
     eps = 1e-5
@@ -106,9 +106,9 @@ class MatrixRouting(nn.Module):
         input_mask: Tensor | None = None,
         pair_mask: Tensor | None = None,
     ) -> list[MatrixIteration]:
-        """Every quantity of every iteration, at least in float32."""
+        """Return every quantity of every iteration, in float32 or float64."""
         self._check(a_inp, mu_inp)
-        # One row per matrix: the masks speak of inputs, whatever their shape.
+        # check_masks expects vectors. The added dimension turns each activation into a vector of size 1.
         input_mask, pair_mask = check_masks(a_inp[..., None], input_mask, pair_mask, self.n_out)
         use = used_pairs(input_mask, pair_mask)  # [..., i, j]
         if use is not None:
@@ -133,7 +133,7 @@ class MatrixRouting(nn.Module):
         return iterations
 
     def _step(self, V: Tensor, f_a_inp: Tensor, S: Tensor, use: Tensor | None) -> MatrixIteration:
-        """One iteration, given the scores of the one before."""
+        """Run one iteration, given the scores S."""
         R = masked_softmax(S, use, -1)  # [..., i, j]
         D_use = f_a_inp * R  # [..., i, j]
         D_ign = f_a_inp - D_use  # [..., i, j]
@@ -145,7 +145,7 @@ class MatrixRouting(nn.Module):
         return MatrixIteration(R, D_use, D_ign, phi, phi.sum(-2), mu_out, sig2_out)
 
     def _scores(self, V: Tensor, last: MatrixIteration) -> Tensor:
-        """log f(a_out_j) + log p_j(V_ij) up to a constant over j, [..., i, j]."""
+        """Return log f(a_out_j) + log p_j(V_ij), up to a constant over j, [..., i, j]."""
         error2 = (V - last.mu_out[..., None, :, :, :]).square()  # [..., i, j, c, h]
         if self.p_model == "skm":
             log_p = -error2.sum((-2, -1))  # [..., i, j]

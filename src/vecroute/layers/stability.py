@@ -1,7 +1,8 @@
-"""Whether routing settles, and what keeps it settling while it learns.
+"""Measure whether routing converges, and a penalty that keeps it converging during training.
 
-Both look at J = dU/dx_out, the Jacobian of one iteration U (section 3.3 of the paper), at the state of a
-layer: its outputs after the last iteration. They go by the reference, which has second derivatives.
+Both functions use J = dU/dx_out, the Jacobian of one iteration U (section 3.3 of the paper), at the state of
+the layer, which is x_out after the last iteration. They run the reference implementation, because only the
+reference has second derivatives.
 """
 
 from typing import NamedTuple
@@ -15,9 +16,9 @@ from vecroute.ops.checks import check_size
 
 
 class Stability(NamedTuple):
-    """How routing settles, sample by sample."""
+    """How routing converges, for each sample."""
 
-    spectral_radius: Tensor  # [...] of J: below 1, small changes of the state die out
+    spectral_radius: Tensor  # [...] of J; if it is below 1, small changes of the state fade
     residuals: Tensor  # [..., t] |U(x) - x| / |U(x)| after each step of plain iteration
 
 
@@ -29,17 +30,17 @@ def probe(
     *,
     n_steps: int = 50,
 ) -> Stability:
-    """The spectral radius of J by power iteration, and the curve along which plain iteration settles.
+    """Estimate the spectral radius of J by power iteration, and record the residuals of plain iteration.
 
-    The radius is the growth of |J^T v| per step, averaged over the second half of the steps: the greatest
-    eigenvalues may be a complex pair, and then it goes up and down from one step to the next.
+    The radius is the growth of |J^T v| per step, averaged over the second half of the steps. The average is
+    needed because the largest eigenvalues may be a complex pair, and then the growth oscillates.
 
     Args:
-        layer: with any ``n_iters``; plain iteration starts from its flat prior, whatever ``n_iters`` is.
-        n_steps: number of steps of both.
+        layer: a layer with any ``n_iters``. Plain iteration always starts from the flat prior.
+        n_steps: number of steps of power iteration and of plain iteration.
 
     Raises:
-        ValueError, TypeError: an argument of the wrong shape or type.
+        ValueError, TypeError: an argument has the wrong shape or type.
     """
     check_size("n_steps", n_steps)
     x, y = _one_iteration(layer, x_inp, input_mask, pair_mask)  # [..., j, h] each
@@ -69,13 +70,13 @@ def jacobian_penalty(
     *,
     n_draws: int = 1,
 ) -> Tensor:
-    """The mean square of an element of J^T v for random v of variance 1: |J|^2 / (n_out d_out), estimated.
+    """Estimate |J|^2 / (n_out d_out): the mean square of J^T v for random v of variance 1.
 
-    A regulariser: a multiple of it, added to the loss, keeps a layer converging while it learns. The state is
-    taken as given; the gradient is that of J with respect to the parameters and x_inp.
+    This is a regulariser. Add a multiple of it to the loss to keep a layer converging during training. Its
+    gradient goes through J to the parameters and x_inp. The state is treated as a constant.
 
     Args:
-        n_draws: how many v to average over.
+        n_draws: number of random v to average over.
     """
     check_size("n_draws", n_draws)
     x, y = _one_iteration(layer, x_inp, input_mask, pair_mask)  # [..., j, h] each
@@ -85,13 +86,13 @@ def jacobian_penalty(
 
 @torch.enable_grad()
 def _one_iteration(layer, x_inp: Tensor, input_mask, pair_mask) -> tuple[Tensor, Tensor]:
-    """The state of the layer and what one iteration makes of it, [..., j, h] each, with the graph between."""
+    """Return the state x of the layer and y = U(x), [..., j, h] each, with the graph from x to y."""
     if not isinstance(layer, VectorRouting | GeneralRouting):
         raise TypeError(f"layer must be a VectorRouting or GeneralRouting, got {type(layer).__name__}")
     with torch.no_grad():
         x = layer.state(x_inp, input_mask, pair_mask)  # [..., j, h]
     x = x.requires_grad_()  # [..., j, h]
-    # A U that does not depend on the state has a J too, of zeros.
+    # Adding 0 * x gives U a Jacobian of zeros even if U does not depend on the state.
     return x, layer.update(x_inp, x, input_mask, pair_mask) + 0 * x
 
 

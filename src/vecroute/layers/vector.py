@@ -27,19 +27,19 @@ class VectorRouting(nn.Module):
         n_inp: number of input vectors, or None for any number.
         n_out: number of output vectors. With n_out=1 there is no competition: R is 1 and nothing is ignored.
         d_inp, d_out: size of input and output vectors.
-        n_iters: number of iterations, or a ``Converge`` to iterate until the outputs stand still.
-        normalize: bring each output vector to mean 0 and variance 1 at the end (not if d_out is 1).
-        implementation: "auto", "reference", "chunked" or "fused" (CUDA). Only the reference gives phi a
-            gradient and second derivatives.
+        n_iters: number of iterations, or a ``Converge`` to iterate until the outputs stop changing.
+        normalize: scale each output vector to mean 0 and variance 1 at the end (not if d_out is 1).
+        implementation: "auto", "reference", "chunked" or "fused" (CUDA). Only the reference has second
+            derivatives and a gradient of phi.
 
     Shapes:
         x_inp [..., n_inp, d_inp], input_mask [..., n_inp], pair_mask [..., n_inp, n_out]
         -> x_out [..., n_out, d_out].
-        True (or 1) in a mask means *use*; the batch dimensions of masks broadcast. Masked pairs leave the
-        competition and have phi = 0. A sample with no input left has phi = 0, so x_out = 0.
+        True (or 1) in a mask means *use*. The batch dimensions of masks broadcast. Masked pairs leave the
+        competition and have phi = 0. A sample without used inputs has phi = 0 and x_out = 0.
 
     Raises:
-        ValueError, TypeError: an argument of the wrong shape, type, dtype or device.
+        ValueError, TypeError: an argument has the wrong shape, type, dtype or device.
     """
 
     def __init__(
@@ -67,9 +67,10 @@ class VectorRouting(nn.Module):
         self.n_iters, self.normalize, self.implementation = n_iters, normalize, implementation
         self.prior = 1 / n_out
         self.tuning = ops.Tuning()
-        # Set by ``distributed.shard_inputs``: the ranks that hold the inputs, each some; whether they check.
+        # Set by ``distributed.shard_inputs``: the group of ranks among which the inputs are divided, and
+        # whether each call checks that the ranks agree.
         self.group, self.check_ranks = "", True
-        self.convergence: Convergence | None = None  # of the last call, where n_iters is a Converge
+        self.convergence: Convergence | None = None  # set by each call if n_iters is a Converge
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -109,7 +110,7 @@ class VectorRouting(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names.split())
 
     def weights(self) -> Weights:
-        """The parameters, as the ops take them."""
+        """Return the parameters as the ops take them."""
         weights = Weights._make(getattr(self, name, None) for name in Weights._fields)
         return local_weights(self.group, weights) if self.group else weights
 
@@ -134,15 +135,16 @@ class VectorRouting(nn.Module):
         outputs: Sequence[int] | None = None,
         phi_out: Tensor | None = None,
     ) -> Routed:
-        """Like ``forward``, and the credit phi [..., i, j] of every input for every output.
+        """Return x_out and the credit phi [..., i, j] of every input for every output.
 
         Args:
-            x_inp: may be a jagged ``torch.nested`` tensor [b, i, d]; phi then is one too.
+            x_inp: [..., i, d], or a jagged ``torch.nested`` tensor [b, i, d]; then phi is nested too.
             cu_seqlens: [b + 1] int32 offsets of the samples in a packed x_inp [total, d].
-            outputs: give only these columns of phi, [..., i, len(outputs)].
-            phi_out: a tensor, maybe a memory map, to write phi into as it is computed; x_out has no graph.
+            outputs: return only these columns of phi, [..., i, len(outputs)].
+            phi_out: a tensor, such as a memory map, that receives phi while it is computed. Then x_out has
+                no graph.
 
-        Only the phi of ``implementation="reference"`` has a gradient.
+        phi has a gradient only with ``implementation="reference"``.
         """
         x_inp, cu_seqlens, nested = unpack_nested(x_inp, cu_seqlens)
         columns = self._check_outputs(outputs)
@@ -160,14 +162,14 @@ class VectorRouting(nn.Module):
         return Routed(x_out, torch.nested.nested_tensor_from_jagged(phi, cu_seqlens) if nested else phi)
 
     def _route(self, x_inp, input_mask, pair_mask, **options):
-        """x_out [..., j, h] and phi [..., i, j], None if not asked for."""
+        """Return x_out [..., j, h] and phi [..., i, j] (None unless need_phi)."""
         x_out, phi = self._state(x_inp, input_mask, pair_mask, **options)
         if self.normalize:
             x_out = normalize(x_out)  # [..., j, h]
         return x_out.to(x_inp.dtype), phi
 
     def _state(self, x_inp, input_mask, pair_mask, *, cu_seqlens=None, **phi_options):
-        """x_out [..., j, h], not yet normalised, and phi [..., i, j], None if not asked for."""
+        """Return x_out [..., j, h] before normalisation, and phi [..., i, j] (None unless need_phi)."""
         cu_seqlens, masks = self._check(x_inp, input_mask, pair_mask, cu_seqlens, **phi_options)
         how: dict[str, Any] = {
             "implementation": self.implementation,
@@ -183,7 +185,7 @@ class VectorRouting(nn.Module):
         )
 
     def _converge(self, n_iters: Converge, x_inp: Tensor, masks, how: dict[str, Any], phi_options):
-        """The same, of the state that one more iteration does not change."""
+        """Do the same as ``_state`` at the fixed point: the state that one more iteration does not change."""
         step, pull = ops.steps(x_inp, self.weights(), *masks, self.prior, **how)
         with torch.no_grad():
             x_out, _ = step(None)  # [..., j, h]
@@ -193,7 +195,7 @@ class VectorRouting(nn.Module):
     def state(
         self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
     ) -> Tensor:
-        """x_out [..., j, h] before the final normalisation, from which another iteration would start."""
+        """Return x_out [..., j, h] before normalisation: another iteration would start from this state."""
         return self._state(x_inp, input_mask, pair_mask)[0]
 
     def update(
@@ -203,10 +205,12 @@ class VectorRouting(nn.Module):
         input_mask: Tensor | None = None,
         pair_mask: Tensor | None = None,
     ) -> Tensor:
-        """U(x_out | x_inp) of section 3.3: [..., j, h] after one iteration from x_out, by the reference.
+        """Return U(x_out | x_inp) of section 3.3: the state [..., j, h] after one iteration from x_out.
+
+        This method runs the reference implementation.
 
         Args:
-            x_out: [..., j, h], not normalised (a ``state``), or None for the flat prior.
+            x_out: [..., j, h] a state, not normalised, or None for the flat prior.
         """
         self._check_not_sharded("update")
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
@@ -218,7 +222,7 @@ class VectorRouting(nn.Module):
     def _check(
         self, x_inp, input_mask, pair_mask, cu_seqlens, *, need_phi=False, outputs=None, phi_out=None
     ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
-        """cu_seqlens and both masks, checked; where inputs are sharded, on all ranks or none."""
+        """Return cu_seqlens and both masks, checked. If inputs are sharded, all ranks raise or none."""
         with together(self.group, self.check_ranks) as alike:
             n_inp = None if self.n_inp is None else local_rows(self.W_A).shape[0]
             may_be_empty = cu_seqlens is not None or bool(self.group)
@@ -241,13 +245,13 @@ class VectorRouting(nn.Module):
 
     def _check_not_sharded(self, verb: str) -> None:
         if self.group:
-            raise ValueError(f"{verb} needs all inputs, but those of this layer are sharded over ranks")
+            raise ValueError(f"{verb} needs all inputs, but the inputs of this layer are sharded over ranks")
 
     def _check_outputs(self, outputs: Sequence[int] | None) -> list[int] | None:
-        """The columns asked for, None for all."""
+        """Return the requested columns as a list of ints, or None for all columns."""
         if outputs is None:
             return None
-        expected = f"outputs must be a sequence of ints out of 0, ..., n_out - 1 = {self.n_out - 1}"
+        expected = f"outputs must be a sequence of ints from 0 to n_out - 1 = {self.n_out - 1}"
         try:
             columns = [operator.index(j) for j in outputs]
         except TypeError as error:
@@ -257,7 +261,7 @@ class VectorRouting(nn.Module):
         return columns
 
     def _check_packed(self, x_inp: Tensor, cu_seqlens: object, input_mask, pair_mask) -> Tensor:
-        """cu_seqlens if it fits x_inp [total, d] and the layer."""
+        """Return cu_seqlens if it fits x_inp [total, d] and the layer, else raise."""
         expected = f"an int32 or int64 tensor [b + 1] that rises from 0 to total={x_inp.shape[0]}"
         if not isinstance(cu_seqlens, Tensor):
             raise TypeError(f"cu_seqlens must be {expected}, got {type(cu_seqlens).__name__}")
@@ -276,7 +280,7 @@ class VectorRouting(nn.Module):
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
             raise ValueError(f"cu_seqlens must be {expected}, got {list(cu_seqlens.shape)}")
         if cu_seqlens.is_cuda and ops.checks_offsets(self.implementation, x_inp):
-            return cu_seqlens  # without waiting for the GPU, whose kernel checks them
+            return cu_seqlens  # the kernel checks the offsets, so the CPU need not wait for the GPU
         steps = cu_seqlens.diff()
         if cu_seqlens[0] != 0 or cu_seqlens[-1] != len(x_inp) or (steps < 0).any():
             raise ValueError(f"cu_seqlens must be {expected}, got {cu_seqlens.tolist()}")
@@ -290,11 +294,10 @@ class VectorRouting(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
     ) -> ops.Plan:
-        """How ``forward`` would route x_inp: the path that the call takes, and why. Print it to read it.
+        """Return how ``forward`` would route x_inp: which path it takes, and why. Print the plan to read it.
 
-        Nothing is computed, so x_inp may be on the meta device. A layer that iterates until it converges,
-        or one
-        with ``implementation="reference"``, has no plan.
+        This method computes nothing, so x_inp may be on the meta device. A layer with a ``Converge`` or with
+        ``implementation="reference"`` has no plan.
         """
         x_inp, cu_seqlens, _ = unpack_nested(x_inp, cu_seqlens)
         if isinstance(self.n_iters, Converge):
@@ -308,7 +311,7 @@ class VectorRouting(nn.Module):
     def trace(
         self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
     ) -> list[Iteration]:
-        """Every quantity of every iteration, by the reference; x_out is not normalised, x_inp not packed."""
+        """Return every quantity of every iteration, from the reference. Its x_out are not normalised."""
         self._check_not_sharded("trace")
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
         masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
@@ -329,7 +332,7 @@ class VectorRouting(nn.Module):
 
 def check_phi_out(phi_out: object, shape: list[int]) -> None:
     """Raise unless phi can be written to phi_out."""
-    expected = f"a floating-point tensor [..., n_inp, n_out], here {shape}, with no graph and not on meta"
+    expected = f"a floating-point tensor [..., n_inp, n_out], here {shape}, without graph and not on meta"
     if not isinstance(phi_out, Tensor):
         raise TypeError(f"phi_out must be {expected}, got {type(phi_out).__name__}")
     if list(phi_out.shape) != shape:
@@ -340,7 +343,7 @@ def check_phi_out(phi_out: object, shape: list[int]) -> None:
 
 
 def unpack_nested(x_inp: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:
-    """x_inp and cu_seqlens, packed if x_inp is a jagged nested tensor [b, i, d], and whether it is."""
+    """Return x_inp, cu_seqlens and whether x_inp is nested. A nested x_inp [b, i, d] is packed."""
     if not isinstance(x_inp, Tensor) or not x_inp.is_nested:
         return x_inp, cu_seqlens, False
     if x_inp.layout != torch.jagged or x_inp.dim() != 3:
@@ -349,8 +352,8 @@ def unpack_nested(x_inp: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Ten
         )
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must be None for a nested x_inp, which has its own offsets")
-    # What jagged tensors have beyond others; lengths say that there are holes between the samples.
-    nested: Any = x_inp
+    nested: Any = x_inp  # Any, because type checkers do not know the methods of jagged tensors
+    # A jagged tensor with lengths has unused rows between its samples.
     if nested.lengths() is not None:
         raise ValueError("a nested x_inp must have no holes: call its contiguous() first")
     return nested.values(), nested.offsets(), True
