@@ -48,7 +48,8 @@ __all__ = [
     "stability",
 ]
 
-# Names that load more than others: where they are, and the extra that brings what they need.
+# Names that need optional packages: the module that defines each, and the extra to install. They load on
+# first use, so that ``import vecroute`` needs torch alone.
 _LAZY = {
     "Explanation": ("vecroute.explain", "data"),
     "RoutingClassifier": ("vecroute.classifier", "hf,sklearn,data"),

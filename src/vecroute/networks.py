@@ -1,7 +1,7 @@
 """Ready-made networks A, F, G and S for ``GeneralRouting`` (sections 2 and 4 of the paper).
 
-Any module or function of the right shape will do in their place: ``nn.Linear(d_inp, 1)`` is an A,
-``nn.Linear(d_out, d_inp)`` a G. An A or F whose ``forward`` takes ``input_mask`` is given it.
+You may also pass any other module or function with the right shapes: ``nn.Linear(d_inp, 1)`` is an A, and
+``nn.Linear(d_out, d_inp)`` is a G. The layer passes ``input_mask`` to an A or F whose ``forward`` takes it.
 """
 
 import math
@@ -14,17 +14,17 @@ from vecroute.ops.common import log_f, normalize
 
 
 def _sqrt_n_inp(x_inp: Tensor, input_mask: Tensor | None) -> Tensor:
-    """sqrt of the number of used inputs, [..., 1]."""
+    """Return the square root of the number of used inputs, [..., 1]."""
     if input_mask is None:
         return x_inp.new_full((1,), x_inp.shape[-2]).sqrt()  # [1]
     return input_mask.sum(-1, keepdim=True).clamp(min=1).to(x_inp.dtype).sqrt()  # [..., 1]
 
 
 class MLP(nn.Sequential):
-    """Two linear layers with a GELU between, on each vector alone: an A (d_out=1) or a G.
+    """Two linear layers with a GELU between them, applied to each vector separately: an A (d_out=1) or a G.
 
     Args:
-        d_inp, d_hid, d_out: sizes of the vectors that come in, in between, and that go out.
+        d_inp, d_hid, d_out: sizes of input, hidden and output vectors.
     """
 
     def __init__(self, *, d_inp: int, d_hid: int, d_out: int, device=None, dtype=None):
@@ -35,7 +35,7 @@ class MLP(nn.Sequential):
 
 
 class ConstantActivation(nn.Module):
-    """A = infinity, so that f(a_inp) = 1: no input is ever gated (section 2.2)."""
+    """The constant A = infinity: f(a_inp) = 1, so every input is fully active (section 2.2)."""
 
     def forward(self, x_inp: Tensor) -> Tensor:
         return x_inp.new_full(x_inp.shape[:-1], math.inf)  # [..., i]
@@ -45,7 +45,7 @@ class LinearActivation(nn.Module):
     """The A of Algorithm 2: a_inp_i = sum_d W_A_id x_inp_id / sqrt(n_inp) + B_A_i.
 
     Args:
-        n_inp: number of inputs, or None: one W_A and B_A for all of them.
+        n_inp: number of inputs, or None to share one row of W_A and B_A among all inputs.
         d_inp: size of the inputs.
     """
 
@@ -63,7 +63,7 @@ class LinearActivation(nn.Module):
 
 
 class LearnedMemories(nn.Module):
-    """F as a parameter: the votes are memories W_mem_ijh, the same for every sample (section 2.3)."""
+    """An F that returns a parameter: the votes are W_mem_ijh for every sample (section 2.3)."""
 
     def __init__(self, *, n_inp: int, n_out: int, d_out: int, device=None, dtype=None):
         super().__init__()
@@ -109,9 +109,9 @@ class EfficientPrediction(nn.Module):
 
 
 class GaussianPrediction(nn.Module):
-    """A generative G: samples x_hat ~ N(mu(x_out), sigma(x_out)^2), reparameterised.
+    """A generative G that samples x_hat ~ N(mu(x_out), sigma(x_out)^2) with the reparameterisation trick.
 
-    In evaluation mode it gives the mean. Score it with ``GaussianLogDensity`` (footnote of section 2.4.1).
+    In evaluation mode it returns the mean. Use it with ``GaussianLogDensity`` (footnote of section 2.4.1).
     """
 
     def __init__(self, *, d_out: int, d_inp: int, device=None, dtype=None):
@@ -150,7 +150,7 @@ class NegativeSquaredDistance(nn.Module):
 
 
 class RBF(nn.Module):
-    """S_ij = exp(-gamma sum_d (x_inp_id - x_hat_jd)^2), gamma learned from 1 / d_inp on."""
+    """S_ij = exp(-gamma sum_d (x_inp_id - x_hat_jd)^2), with a learned gamma that starts at 1 / d_inp."""
 
     def __init__(self, *, d_inp: int, device=None, dtype=None):
         super().__init__()
@@ -181,9 +181,9 @@ class LogLogistic(nn.Module):
     """The S of Algorithm 2: S_ij = log f(W_S_ij sum_d x_inp_id x_hat_jd + B_S_ij).
 
     Args:
-        n_inp: number of inputs, or None: one W_S and B_S for all of them.
+        n_inp: number of inputs, or None to share one row of W_S and B_S among all inputs.
         n_out: number of outputs.
-        d_inp: size of the inputs, for the scale of W_S.
+        d_inp: size of the inputs. It sets the initial scale of W_S.
     """
 
     def __init__(self, *, n_inp: int | None, n_out: int, d_inp: int, device=None, dtype=None):

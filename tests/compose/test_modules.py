@@ -208,7 +208,7 @@ def test_a_pair_mask_that_no_part_takes_is_refused():
     x_inp, pair_mask = inputs(2, 7, D), torch.ones(7, 7, dtype=torch.bool)
     for network in (vr.PerVector(nn.GELU()), vr.Sequential(vr.Residual(vr.PerVector(nn.GELU())))):
         for verb in (network, network.route):
-            with pytest.raises(ValueError, match="pair_mask needs a routing that sees the inputs"):
+            with pytest.raises(ValueError, match="pair_mask needs a routing that receives the inputs"):
                 verb(x_inp, pair_mask=pair_mask)
     # What comes first need not take it where something after it does.
     network = vr.Sequential(vr.Sequential(vr.PerVector(nn.GELU())), routing(None, 7))
@@ -432,7 +432,7 @@ def test_votes_that_mix_inputs():
             lambda: vr.PerVector(nn.Flatten()),
             (inputs(2, 6, D),),
             ValueError,
-            r"PerVector\(Flatten\) must return one vector for each, \[2, 6, 'd_out'\], got \[2, 18\]",
+            r"PerVector\(Flatten\) must return one vector per input vector, \[2, 6, 'd_out'\], got \[2, 18\]",
         ),
         (
             lambda: vr.PerVector(nn.Identity()),
@@ -462,13 +462,13 @@ def test_votes_that_mix_inputs():
             lambda: vr.Sum(routing(6, 4), routing(6, 1)),
             (inputs(6, D),),
             ValueError,
-            r"branches of Sum must give one shape, got \[4, 3\], \[1, 3\]",
+            r"branches of Sum must return outputs of one shape, got \[4, 3\], \[1, 3\]",
         ),
         (
             lambda: vr.Concat(routing(6, 4), routing(6, 1, d_out=5)),
             (inputs(6, D),),
             ValueError,
-            r"branches of Concat must give vectors of one size, got \[4, 3\], \[1, 5\]",
+            r"branches of Concat must return vectors of one size, got \[4, 3\], \[1, 5\]",
         ),
         (
             lambda: vr.Sum(routing(6, 4), routing(6, 4)),
@@ -498,7 +498,7 @@ def test_votes_that_mix_inputs():
             lambda: vr.Sequential(vr.PerVector(mlp())),
             (inputs(6, D), None, torch.ones(6, 4, dtype=torch.bool)),
             ValueError,
-            "pair_mask needs a routing that sees the inputs, Sequential has none",
+            "pair_mask needs a routing that receives the inputs, but Sequential has none",
         ),
         (
             lambda: vr.Sequential(vr.Sum(vr.PerVector(mlp()), vr.PerVector(mlp())), routing(6, 4)),
@@ -508,7 +508,7 @@ def test_votes_that_mix_inputs():
                 (torch.ones(6, 4, dtype=torch.bool), torch.ones(6, 4, dtype=torch.bool)),
             ),
             ValueError,
-            "pair_mask: branches of Sum that do not route cannot have one each",
+            "pair_mask must be one mask for all branches of a Sum without routings, got several",
         ),
     ],
 )
@@ -520,9 +520,11 @@ def test_errors(network, arguments, error, message):
 def test_errors_of_inputs():
     network = vr.Sequential(vr.PerVector(nn.GELU()), routing(None, 2))
     nested = torch.nested.nested_tensor([inputs(3, D), inputs(2, D)], layout=torch.jagged)
-    with pytest.raises(TypeError, match=r"x_inp must be a tensor \[\.\.\., n_inp, d_inp\], got a nested one"):
+    with pytest.raises(
+        TypeError, match=r"x_inp must be a tensor \[\.\.\., n_inp, d_inp\], got a nested tensor"
+    ):
         network.route(nested)
-    with pytest.raises(TypeError, match="got a nested one"):
+    with pytest.raises(TypeError, match="got a nested tensor"):
         vr.contributions(network, nested)
     for verb in (network, network.route, vr.PerVector(nn.GELU())):
         with pytest.raises(ValueError, match=r"x_inp must have at least one vector, got \[2, 0, 3\]"):

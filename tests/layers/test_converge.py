@@ -519,7 +519,7 @@ def test_the_warning_points_to_the_caller(kind):
 def test_the_warning_tells_the_least_residual():
     """Of x = 2 x + 1 from 0 the residuals are 1, 2, 4: the first state is used."""
     options = vr.Converge(1e-9, 3, "iterate", "absolute")
-    with pytest.warns(UserWarning, match=r"the greatest is 1\.0e\+00"):
+    with pytest.warns(UserWarning, match=r"the largest residual is 1\.0e\+00"):
         fixed_point(lambda x: 2 * x + 1, torch.zeros(1, 1, 1), options)
 
 

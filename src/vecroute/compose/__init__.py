@@ -1,4 +1,4 @@
-"""Networks of routings (Appendix A): compositions, end-to-end credit, and contributions that add up."""
+"""Networks of routings (Appendix A): compositions, end-to-end credit, and exact contributions."""
 
 from vecroute.compose.contribution import Contributions, contributions
 from vecroute.compose.credit import Credit

@@ -1,4 +1,4 @@
-"""Credit: how much each input of a network of routings counted for each output, end to end."""
+"""Credit: how much each input of a network of routings contributed to each output, end to end."""
 
 import operator
 import os
@@ -13,28 +13,30 @@ from vecroute.ops.checks import check_float_tensor, check_mask, check_size
 from vecroute.ops.group import all_reduce, total
 from vecroute.storage import load_tensors, require, save_tensors
 
-# How many elements of a credit are written out at a time where all of them are needed but none is kept.
+# ``unit_variance`` computes at most this many elements of a credit at a time.
 BUDGET = 2**24
 
 
 class Top(NamedTuple):
-    """The largest credits for one output and the inputs that have them, largest first."""
+    """The largest credits for one output and their inputs, largest first."""
 
     values: Tensor  # [..., k]
     indices: Tensor  # [..., k]
 
 
 class Credit:
-    """End-to-end credit phi [..., i, j] of a network of routings, kept as factors (Appendix A).
+    """End-to-end credit phi [..., i, j] of a network of routings, stored as factors (Appendix A).
 
-    Nothing is multiplied before it is asked for, and then in the cheapest order: ``column(j)`` of the credit
-    of a million inputs reads each factor once. The ``route`` of a network gives one; ``Credit(phi)`` wraps
-    the phi of a layer. It has a gradient only where phi has one: with ``implementation="reference"``.
+    A method multiplies the factors when you call it, in the cheapest order: with a million inputs,
+    ``column(j)`` reads each factor once. The ``route`` of a network returns a ``Credit``, and
+    ``Credit(phi)`` wraps the phi of a layer. A credit has a gradient only if every phi has one, that is, with
+    ``implementation="reference"``.
 
     Args:
         phi: [..., i, j] the credit of one layer, or a factor of credit.
-        input_mask: [..., i] True at the used inputs, None if all are. The others must have credit 0.
-        group: name of the group of ranks that hold the inputs, each the credit of its own; "" for none.
+        input_mask: [..., i] True for used inputs, None if all are used. Unused inputs must have credit 0.
+        group: name of the group of ranks among which the inputs are divided. Each rank holds the credit of
+            its own inputs. "" if the inputs are not divided.
     """
 
     def __init__(self, phi: Tensor | Factor, input_mask: Tensor | None = None, group: str = ""):
@@ -55,15 +57,15 @@ class Credit:
         return f"Credit({list(self.shape)})"
 
     def dense(self) -> Tensor:
-        """Every element, [..., i, j]."""
+        """Return every element, [..., i, j]."""
         return self.factor.dense().expand(self.shape)  # [..., i, j]
 
     def column(self, j: int) -> Tensor:
-        """The credit of every input for output j, [..., i]."""
+        """Return the credit of every input for output j, [..., i]."""
         return self._columns(self._output(j), 1)[..., 0]  # [..., i]
 
     def top(self, k: int, j: int) -> Top:
-        """The k inputs with the largest credit for output j, largest first; unused inputs come last."""
+        """Return the k inputs with the largest credit for output j, largest first, unused inputs last."""
         check_size("k", k)
         if k > self.shape[-2]:
             raise ValueError(f"k must be at most n_inp={self.shape[-2]}, got {k}")
@@ -73,14 +75,14 @@ class Credit:
         return Top(column.gather(-1, indices), indices)
 
     def sum_groups(self, index: Tensor, n: int | None = None) -> "Credit":
-        """Credit summed over groups of inputs: tokens, words, sentences, image regions, depths.
+        """Sum the credit over groups of inputs, such as words, sentences, image regions or depths.
 
         Args:
-            index: [i] or [..., i] the group of each input, from 0; a negative number leaves the input out.
-            n: number of groups, None for one more than the largest index.
+            index: [i] or [..., i] the group of each input, from 0. A negative number leaves the input out.
+            n: number of groups. None: one more than the largest index.
 
         Returns:
-            Credit [..., n, j], whose inputs are the groups; a group without a used input is not used.
+            Credit [..., n, j] whose inputs are the groups. A group counts as used if one of its inputs is.
         """
         index, n = check_groups(index, n, self.shape[-2])
         batch, lead = self.shape[:-2], index.shape[:-1]
@@ -93,10 +95,11 @@ class Credit:
         return Credit(self.factor.group(index, n), input_mask, self.group)
 
     def unit_variance(self) -> "Credit":
-        """Credit divided by its standard deviation over the used inputs and all outputs of the same sample.
+        """Divide the credit by its standard deviation over the used inputs and all outputs of each sample.
 
-        The paper scales so, but over the whole batch, which lets one sample's answer depend on the others.
-        A sample whose credit is all the same, but for rounding, is left as it is. Computed in float64.
+        The paper divides by one standard deviation for the whole batch, so that its result for a sample
+        depends on the other samples. A sample whose credit is constant, up to rounding, is not changed.
+        The standard deviation is computed in float64.
         """
         narrow = None if self.group or self.factor.like.requires_grad else narrowed(self.factor)
         if narrow is not None:
@@ -118,7 +121,8 @@ class Credit:
         peak = torch.stack([greatest(columns(j)) for j in starts]).amax(0)  # [..., 1, 1]
         if self.group:
             all_reduce(self.group, peak, torch.distributed.ReduceOp.MAX)
-        peak = peak.where(peak > 0, 1.0)  # [..., 1, 1], so that no square is too large or too small
+        # Divided by the peak, no square can overflow or underflow.
+        peak = peak.where(peak > 0, 1.0)  # [..., 1, 1]
         sums = torch.zeros_like(peak)  # [..., 1, 1]
         for j in starts:
             sums = sums + (columns(j) / peak).sum((-2, -1), keepdim=True)
@@ -132,7 +136,7 @@ class Credit:
         return Credit(divided(self.factor, std), self.input_mask, self.group)
 
     def __getitem__(self, index: Any) -> "Credit":
-        """The credit of some samples: ``credit[b]``, ``credit[2:5]``, ``credit[b, c]``."""
+        """Return the credit of some samples: ``credit[b]``, ``credit[2:5]``, ``credit[b, c]``."""
         parts = index if isinstance(index, tuple) else (index,)
         batch = self.shape[:-2]
         if len(parts) > len(batch) or any(part is None or part is ... for part in parts):
@@ -145,20 +149,20 @@ class Credit:
         return Credit(self.factor.map(pick), None if mask is None else pick(mask, 1), self.group)
 
     def detach(self) -> "Credit":
-        """The same credit without a graph."""
+        """Return the same credit without a graph."""
         return Credit(self.factor.map(lambda tensor, _: tensor.detach()), self.input_mask, self.group)
 
     def cpu(self) -> "Credit":
-        """The same credit in the memory of the CPU."""
+        """Return the same credit in CPU memory."""
         mask = None if self.input_mask is None else self.input_mask.cpu()
         return Credit(self.factor.map(lambda tensor, _: tensor.cpu()), mask, self.group)
 
     def to_numpy(self):
-        """Every element as an array [..., i, j]."""
+        """Return every element as an array [..., i, j]."""
         return to_numpy(self.dense())
 
     def to_pandas(self):
-        """Every element as a data frame: a row for each sample and input i, a column for each output j."""
+        """Return every element as a data frame: a row per sample and input i, a column per output j."""
         pandas = require("pandas", "data")
         *batch, n_inp, n_out = self.shape
         names = [*(f"batch_{k}" for k in range(len(batch))), "i"]
@@ -167,26 +171,27 @@ class Credit:
         return pandas.DataFrame(self.to_numpy().reshape(-1, n_out), index=rows, columns=columns)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the factors to one safetensors file, whole or not at all; ``Credit.load`` reads it."""
+        """Write the factors to one safetensors file. An interrupted call leaves no partial file."""
         tensors: dict[str, Tensor] = {} if self.input_mask is None else {"input_mask": self.input_mask}
         save_tensors(path, tensors, {"kind": "credit", "factor": pack(self.factor, tensors)})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Credit":
-        """Read what ``save`` wrote."""
+        """Read a file that ``save`` wrote."""
         tensors, about = load_tensors(path, "credit")
         return cls(unpack(about["factor"], tensors), tensors.get("input_mask"))
 
     def _spread(self, a: Tensor, b: Tensor) -> Tensor:
-        """The standard deviation of a b [..., 1, 1], a [..., i, k] and b [..., k, j], with no matrix [i, j].
+        """Return the standard deviation [..., 1, 1] of the product of a [..., i, k] and b [..., k, j].
 
-        With a = Q R, the sums of squares of a b are those of R b; a column and a row more subtract the mean.
+        No matrix [i, j] is formed. With the QR decomposition a = Q R, the squares of a b and of R b have the
+        same sum. An additional column of a and row of b subtract the mean.
         """
         used = torch.ones_like(a[..., :1])  # [..., i, 1]
         if self.input_mask is not None:
             used = used * self.input_mask[..., None]  # [..., i, 1]
         n_pairs = used.sum((-2, -1), keepdim=True).clamp(min=1) * b.shape[-1]  # [..., 1, 1]
-        # So that no square is too large or too small.
+        # Divided by their greatest elements, a and b have no square that overflows or underflows.
         scales = [greatest(t).where(greatest(t) > 0, 1.0) for t in (a, b)]  # [..., 1, 1] each
         a, b = a * used / scales[0], b / scales[1]  # [..., i, k], [..., k, j]
         mean = a.sum(-2, keepdim=True) @ b.sum(-1, keepdim=True) / n_pairs  # [..., 1, 1]
@@ -204,7 +209,7 @@ class Credit:
         return column % n_out
 
     def _columns(self, j: int, n: int) -> Tensor:
-        """Columns j to j + n, [..., i, n]."""
+        """Return columns j to j + n - 1, [..., i, n]."""
         like = self.factor.like
         one_hot = torch.zeros(self.shape[-1], n, dtype=like.dtype, device=like.device)  # [j, n]
         one_hot[j : j + n] = torch.eye(n, dtype=like.dtype, device=like.device)
@@ -212,9 +217,9 @@ class Credit:
 
 
 def narrowed(factor: Factor) -> tuple[Tensor, Tensor] | None:
-    """A product as a [..., i, k] times b [..., k, j] in float64, k its smallest size inside.
+    """Split a product at its smallest inner size k: a [..., i, k] and b [..., k, j], in float64.
 
-    None for what is no product, or has no size inside that is smaller than i and j.
+    Return None if the factor is not a product, or if no inner size is smaller than both i and j.
     """
     if not isinstance(factor, Product):
         return None
@@ -228,14 +233,14 @@ def narrowed(factor: Factor) -> tuple[Tensor, Tensor] | None:
 
 
 def greatest(columns: Tensor) -> Tensor:
-    """The greatest absolute value of each sample, [..., 1, 1], 0 where there is none."""
+    """Return the greatest absolute value of each sample, [..., 1, 1], or 0 if the sample is empty."""
     if not columns.numel():
         return columns.new_zeros(*columns.shape[:-2], 1, 1)
     return columns.detach().abs().amax((-2, -1), keepdim=True)  # [..., 1, 1]
 
 
 def check_groups(index: object, n: int | None, n_inp: int) -> tuple[Tensor, int]:
-    """The index of a sum over groups of inputs as int64, negative numbers replaced by n, and n."""
+    """Return the group of each input as int64, with n in place of negative numbers, and n."""
     expected = f"an integer tensor [..., n_inp={n_inp}]"
     if not isinstance(index, Tensor):
         index = torch.as_tensor(index)
@@ -253,14 +258,14 @@ def check_groups(index: object, n: int | None, n_inp: int) -> tuple[Tensor, int]
 
 
 def check_batch(index: Tensor, batch: Sequence[int], fits: bool) -> None:
-    """Raise unless the dimensions before the last of index fit those of the batch."""
+    """Raise unless the leading dimensions of index fit the batch."""
     if not fits:
-        expected = f"[n_inp] or [..., n_inp], its dimensions before n_inp those of the batch, {list(batch)}"
+        expected = f"[n_inp] or [..., n_inp] with leading dimensions that fit the batch, {list(batch)}"
         raise ValueError(f"index must be {expected}, got {list(index.shape)}")
 
 
 def as_int(name: str, value: object, expected: str) -> int:
-    """The value as an int, such as an element of a tensor; raise if it is none, or a bool."""
+    """Return an integer, such as an element of a tensor, as an int. Raise for other types and for bool."""
     try:
         if not isinstance(value, bool) and getattr(value, "dtype", None) != torch.bool:
             return operator.index(value)  # type: ignore[arg-type]
@@ -270,7 +275,7 @@ def as_int(name: str, value: object, expected: str) -> int:
 
 
 def to_numpy(tensor: Tensor):
-    """A tensor as an array."""
+    """Return a tensor as a numpy array."""
     require("numpy", "data")
     tensor = tensor.detach().cpu()
     # numpy has no bfloat16.

@@ -1,4 +1,4 @@
-"""What a ``Credit`` is made of: linear maps [..., i, j] that multiply without being written out."""
+"""The factors of a ``Credit``: linear maps [..., i, j] that multiply vectors without forming all elements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,27 +17,27 @@ class Factor(ABC):
 
     @abstractmethod
     def right(self, v: Tensor) -> Tensor:
-        """This map times v: [..., j, k] -> [..., i, k]."""
+        """Multiply this map by v: [..., j, k] -> [..., i, k]."""
 
     @abstractmethod
     def left(self, u: Tensor) -> Tensor:
-        """u times this map: [..., k, i] -> [..., k, j]."""
+        """Multiply u by this map: [..., k, i] -> [..., k, j]."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """Every element, [..., i, j]."""
+        """Return every element, [..., i, j]."""
 
     @abstractmethod
     def group(self, index: Tensor, n: int) -> "Factor":
-        """Rows summed by group: [..., i, j] -> [..., n, j]; index [..., i] from 0, n for no group."""
+        """Sum rows by group: [..., i, j] -> [..., n, j]. Index [..., i] counts from 0; n means no group."""
 
     @abstractmethod
     def map(self, f: Callable[[Tensor, int], Tensor]) -> "Factor":
-        """Replace each tensor t by f(t, k); its last k dimensions are not batch."""
+        """Replace each tensor t by f(t, k), where k is the number of its dimensions after the batch."""
 
 
 class Matrix(Factor):
-    """A matrix as it is, such as the phi [..., i, j] of one routing."""
+    """A dense matrix, such as the phi [..., i, j] of one routing."""
 
     def __init__(self, phi: Tensor):
         self.phi, self.shape, self.like = phi, tuple(phi.shape), phi
@@ -63,7 +63,7 @@ class Matrix(Factor):
 
 
 class Diagonal(Factor):
-    """A diagonal matrix, given by its diagonal [..., i]: ones for vectors that pass on by themselves."""
+    """A diagonal matrix, given by its diagonal [..., i]. Modules that do not mix vectors have ones."""
 
     def __init__(self, diagonal: Tensor):
         self.diagonal, self.like = diagonal, diagonal
@@ -91,7 +91,7 @@ class Diagonal(Factor):
 
 
 class Product(Factor):
-    """A product of factors, multiplied in the cheapest order when asked."""
+    """A product of factors, multiplied in the cheapest order when a method needs it."""
 
     def __init__(self, factors: Sequence[Factor]):
         self.factors: list[Factor] = []
@@ -117,7 +117,7 @@ class Product(Factor):
 
 
 class Block(NamedTuple):
-    """A factor and the row and column at which it stands in a larger map."""
+    """A factor and its first row and column in a larger map."""
 
     factor: Factor
     i: int
@@ -125,7 +125,7 @@ class Block(NamedTuple):
 
 
 class Blocks(Factor):
-    """A sum of blocks: side by side, one above the other, on the diagonal, or one upon the other."""
+    """A sum of blocks. Blocks may stand side by side, one above the other, on the diagonal, or overlap."""
 
     def __init__(self, blocks: Sequence[Block], n_inp: int, n_out: int):
         self.blocks, self.like = list(blocks), blocks[0].factor.like
@@ -159,16 +159,13 @@ class Blocks(Factor):
 
 
 def multiply(chain: Sequence[Factor | Tensor]) -> Tensor:
-    """The product of a chain of matrices, associated so that it takes the fewest multiplications.
-
-    Only dense products of two or more neighbours are ever stored, none larger than the cheapest order needs.
-    """
+    """Multiply a chain of matrices in the order that takes the fewest multiplications."""
     parts = [part.phi if isinstance(part, Matrix) else part for part in chain]
     sizes = [part.shape[-2] for part in parts] + [parts[-1].shape[-1]]
 
     @cache
     def cheapest(a: int, b: int) -> tuple[int, int]:
-        """Multiplications for parts a to b, and the part after which to split them."""
+        """Return the number of multiplications for parts a to b, and the part after which to split."""
         if a == b:
             return 0, a
         return min(
@@ -187,9 +184,9 @@ def multiply(chain: Sequence[Factor | Tensor]) -> Tensor:
 
 
 def divided(factor: Factor, divisor: Tensor) -> Factor:
-    """The factor divided by a number for each sample, [..., 1, 1], in its own dtype.
+    """Divide a factor by one number per sample, [..., 1, 1], and keep its dtype.
 
-    The quotient is written out, for 1 / divisor may be too large for the dtype.
+    The last factor of a product is divided, not multiplied by 1 / divisor, which may overflow in its dtype.
     """
     if isinstance(factor, Product):
         return Product([*factor.factors[:-1], divided(factor.factors[-1], divisor)])
@@ -203,7 +200,7 @@ def divided(factor: Factor, divisor: Tensor) -> Factor:
 
 
 def pack(factor: Factor, tensors: dict[str, Tensor]) -> list:
-    """Describe a factor in JSON types; its tensors are added to ``tensors`` under the names used there."""
+    """Describe a factor in JSON types, and add its tensors to ``tensors`` under the names it mentions."""
     if isinstance(factor, Product):
         return ["product", [pack(part, tensors) for part in factor.factors]]
     if isinstance(factor, Blocks):
@@ -215,7 +212,7 @@ def pack(factor: Factor, tensors: dict[str, Tensor]) -> list:
 
 
 def unpack(description: list, tensors: dict[str, Tensor]) -> Factor:
-    """The factor that ``pack`` described."""
+    """Rebuild the factor that ``pack`` described."""
     kind, content, *sizes = description
     if kind == "product":
         return Product([unpack(part, tensors) for part in content])
@@ -231,7 +228,7 @@ def _times(a: Factor | Tensor, b: Factor | Tensor) -> Tensor:
 
 
 def _place(parts: list[tuple[int, int, Tensor]], n: int, k: int) -> Tensor:
-    """Zeros [..., n, k] with each tensor added at its row and column."""
+    """Add each tensor at its row and column to a matrix of zeros [..., n, k]."""
     batch = torch.broadcast_shapes(*(t.shape[:-2] for _, _, t in parts))
     whole = parts[0][2].new_zeros(*batch, n, k)  # [..., n, k]
     for i, j, t in parts:

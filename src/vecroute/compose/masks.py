@@ -1,4 +1,4 @@
-"""Masks on their way through a network: which vectors are used, and which pairs the first routing may use."""
+"""Masks that pass through a network: which vectors are used, and which pairs the first routing may use."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,22 +10,22 @@ from vecroute.ops.checks import check_mask
 
 
 class Masks(NamedTuple):
-    """What is known of the vectors at one place of a network; a tuple of these where a tuple comes in."""
+    """Number and masks of the vectors at one point of a network. A tuple input has a tuple of ``Masks``."""
 
-    n: int | None  # how many they are, None after a module that does not say
+    n: int | None  # number of vectors, None after a module that does not declare it
     input_mask: Tensor | None = None  # [..., i], None: every vector is used
-    pair_mask: Tensor | None = None  # [..., i, j] for the first routing, None: every pair takes part
-    # 1 for each input of the network, until the first routing: the factor of the bias of its votes.
+    pair_mask: Tensor | None = None  # [..., i, j] for the first routing, None: every pair is used
+    # Ones for the inputs of the network. The first routing multiplies the bias of its votes by them.
     unit: Tensor | None = None  # [..., i]
 
 
 def used(x: Tensor, input_mask: Tensor | None) -> Tensor:
-    """x [..., i, d] with zeros in place of unused vectors."""
+    """Return x [..., i, d] with unused vectors set to zero."""
     return x if input_mask is None else x.where(input_mask[..., None], 0.0)  # [..., i, d]
 
 
 def masks_of(x: Any, input_mask: Any, pair_mask: Any) -> Any:
-    """Masks as they come from the user, one ``Masks`` per tensor in x."""
+    """Check the masks that the user gave, and return one ``Masks`` per tensor in x."""
     if not isinstance(x, tuple):
         if not isinstance(x, Tensor) or x.dim() < 2:
             came = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -36,7 +36,7 @@ def masks_of(x: Any, input_mask: Any, pair_mask: Any) -> Any:
     each = []
     for name, mask in (("input_mask", input_mask), ("pair_mask", pair_mask)):
         if mask is not None and (not isinstance(mask, tuple) or len(mask) != len(x)):
-            came = f"{len(mask)} of them" if isinstance(mask, tuple) else type(mask).__name__
+            came = f"a tuple of {len(mask)}" if isinstance(mask, tuple) else type(mask).__name__
             raise ValueError(f"{name} must be None or a tuple of {len(x)}, one per input, got {came}")
         each.append(mask or (None,) * len(x))
     return tuple(masks_of(*parts) for parts in zip(x, *each, strict=True))
@@ -46,12 +46,12 @@ def check_not_nested(x: Any) -> None:
     """Raise if a tensor in x is nested: credit is [..., i, j], with one number of inputs."""
     if any(isinstance(t, Tensor) and t.is_nested for t in leaves(x)):
         raise TypeError(
-            "x_inp must be a tensor [..., n_inp, d_inp], got a nested one: pad it, with input_mask"
+            "x_inp must be a tensor [..., n_inp, d_inp], got a nested tensor: pad it and pass input_mask"
         )
 
 
 def as_arguments(masks: Any) -> tuple[Any, Any]:
-    """input_mask and pair_mask, as ``forward`` takes them."""
+    """Return input_mask and pair_mask in the form that ``forward`` takes."""
     if isinstance(masks, Masks):
         return masks.input_mask, masks.pair_mask
     pairs = [as_arguments(m) for m in masks]
@@ -59,20 +59,20 @@ def as_arguments(masks: Any) -> tuple[Any, Any]:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """What nested tuples hold, in order."""
+    """Flatten nested tuples to a list."""
     if isinstance(tree, tuple) and not isinstance(tree, Masks):
         return [leaf for part in tree for leaf in leaves(part)]
     return [tree]
 
 
 def joined_input_mask(masks: Any) -> Tensor | None:
-    """The input_mask [..., i] of all inputs, those of a tuple one after the other."""
+    """Return the input_mask [..., i] of all inputs. The masks of a tuple are concatenated."""
     each = leaves(masks)
     return concatenated([m.input_mask for m in each], [m.n for m in each], -1)
 
 
 def concatenated(masks: Sequence[Tensor | None], lengths: Sequence[int | None], dim: int) -> Tensor | None:
-    """Masks one after the other, ones in place of None; None if all are."""
+    """Concatenate masks along dim. None counts as a mask of ones. Return None if every mask is None."""
     given = [mask for mask in masks if mask is not None]
     if not given:
         return None

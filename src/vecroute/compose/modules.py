@@ -1,4 +1,4 @@
-"""Networks of routings (Appendix A): modules that nest, with the ``forward`` and ``route`` of a layer."""
+"""Networks of routings (Appendix A): modules that nest and have the methods of a layer."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -25,25 +25,30 @@ from vecroute.compose.probe import check_independent
 from vecroute.layers import GeneralRouting, MatrixRouting, Routed, VectorRouting
 from vecroute.ops.group import announced, sum_gradients
 
-# How a network runs one of its parts: (part, x_inp, masks) -> (x_out, factor of the credit or None).
+# A function that runs one part of a network: (part, x_inp, masks) -> (x_out, factor of the credit or None).
 Visit = Callable[[nn.Module, Any, Any], tuple[Any, Factor | None]]
 
 
 class Network(nn.Module):
-    """What the compositions share: ``forward`` and ``route`` are two ways to visit the parts."""
+    """Base class of the compositions. ``forward`` and ``route`` call ``run`` with different visits."""
 
     def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
-        """Visit the parts in order and join what comes out."""
+        """Visit the parts in order and join their outputs and factors."""
         raise NotImplementedError
 
     def after(self, masks: Any) -> Masks:
-        """What is known of the vectors that come out, given the same of those that go in."""
+        """Return the masks of the output vectors, given the masks of the inputs."""
         raise NotImplementedError
 
     def forward(
         self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None, *, is_part: bool = False
     ) -> Tensor:
-        """Run the network; ``is_part`` if what comes after it may take the pair_mask that it does not."""
+        """Run the network.
+
+        Args:
+            is_part: this network is a part of another one. Then pair_mask may be unused here, because a
+                later part may use it.
+        """
         with announced("" if is_part else checked_group_of(self)):
             masks = masks_of(x_inp, input_mask, pair_mask)
             x_out = self.run(x_inp, masks, _forward)[0]  # [..., j, h]
@@ -52,11 +57,11 @@ class Network(nn.Module):
             return x_out
 
     def route(self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None) -> Routed:
-        """Like ``forward``, and the end-to-end ``Credit`` [..., i, j] of every input for every output.
+        """Return x_out and the end-to-end ``Credit`` [..., i, j] of every input for every output.
 
         Raises:
             TypeError: a part is neither a routing nor a composition.
-            ValueError: a part mixes vectors by other means than a routing.
+            ValueError: a part that is not a routing mixes vectors.
         """
         with announced(checked_group_of(self)):
             check_network(self)
@@ -64,15 +69,15 @@ class Network(nn.Module):
             masks = masks_of(x_inp, input_mask, pair_mask)
             x_out, factor = self.run(x_inp, masks, _route)
             check_pair_mask(self, masks)
-            assert factor is not None  # every visit of a route gives one
+            assert factor is not None  # ``_route`` always returns a factor
             return Routed(x_out, Credit(factor, joined_input_mask(masks), group_of(self)))
 
 
 class PerVector(Network):
-    """A module that treats each vector alone: LayerNorm, Linear, an MLP, dropout, positional embeddings.
+    """A module that treats each vector separately: LayerNorm, Linear, an MLP, dropout, position embeddings.
 
-    Its credit is the identity. ``route`` checks that vectors stay apart: NaN in one input vector must not
-    reach another output vector.
+    Its credit is the identity. ``route`` tests that the module does not mix vectors: NaN in one input vector
+    must not reach another output vector.
 
     Args:
         module: [..., i, d] -> [..., i, h]. Unused inputs reach it as zeros.
@@ -84,7 +89,8 @@ class PerVector(Network):
             raise TypeError(f"module must be a module or function, got {type(module).__name__}")
         self.module = module
         self.probed: set = set()
-        self.group = ""  # set by ``distributed.shard_inputs``: the ranks that hold the inputs, each some
+        # Set by ``distributed.shard_inputs``: the group of ranks among which the inputs are divided.
+        self.group = ""
 
     def forward(
         self, x_inp: Any, input_mask: Any = None, pair_mask: Any = None, *, is_part: bool = False
@@ -100,7 +106,9 @@ class PerVector(Network):
         if not isinstance(x_out, Tensor) or x_out.shape[:-1] != x_inp.shape[:-1]:
             expected = [*x_inp.shape[:-1], "d_out"]
             came = list(x_out.shape) if isinstance(x_out, Tensor) else type(x_out).__name__
-            raise ValueError(f"{module_name(self)} must return one vector for each, {expected}, got {came}")
+            raise ValueError(
+                f"{module_name(self)} must return one vector per input vector, {expected}, got {came}"
+            )
         return x_out
 
     def _call(self, x: Tensor) -> Tensor:
@@ -121,9 +129,9 @@ class PerVector(Network):
 
 
 class Sequential(Network, nn.Sequential):
-    """Parts one after the other: phi = phi_1 @ phi_2 @ ... (Appendix A, "In Sequential Routings").
+    """Run parts one after the other: phi = phi_1 @ phi_2 @ ... (Appendix A, "In Sequential Routings").
 
-    Masks go to every part up to the first routing; after it there is nothing to mask.
+    Masks apply to every part up to and including the first routing. Its outputs need no mask.
     """
 
     def __init__(self, *modules: Any):
@@ -137,7 +145,7 @@ class Sequential(Network, nn.Sequential):
             x, factor = visit(module, x, masks)  # [..., j, h]
             masks = after(module, masks)
             factors.append(factor)
-        # Where there is a routing, what passes each vector on by itself adds nothing.
+        # The identities of parts that do not mix vectors are left out, unless there is no routing at all.
         mixing = [factor for factor in factors if factor is not None and not isinstance(factor, Diagonal)]
         return x, Product(mixing) if len(mixing) > 1 else [*mixing, factors[0]][0]
 
@@ -151,7 +159,7 @@ class Residual(Network):
     """x + routing(x): phi = I + phi_routing (Appendix A, "In Residual Routings"), 0 for unused inputs.
 
     Args:
-        routing: a module whose outputs have the number and size of its inputs.
+        routing: a module whose output has the shape of its input.
     """
 
     def __init__(self, routing: nn.Module):
@@ -175,13 +183,13 @@ class Residual(Network):
 
 
 class Sum(Network):
-    """The sum of what the branches give.
+    """Add the outputs of the branches.
 
-    Given a tuple, each branch has its own input, and credits stack over i (Appendix A, "In Sums of
-    Routings"); masks are tuples too, or None. Given one tensor, every branch sees it, and credits add.
+    A tuple gives each branch its own input, and credits stack over i (Appendix A, "In Sums of Routings").
+    Masks then are tuples too, or None. One tensor goes to every branch, and credits add.
 
     Args:
-        branches: modules whose outputs have the same number and size.
+        branches: modules whose outputs have the same shape.
     """
 
     def __init__(self, *branches: nn.Module):
@@ -192,7 +200,7 @@ class Sum(Network):
     def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
         xs, factors = _run_branches(self, x, masks, visit)
         if len({tuple(x_out.shape) for x_out in xs}) > 1:
-            raise ValueError(f"branches of Sum must give one shape, got {_shapes(xs)}")
+            raise ValueError(f"branches of Sum must return outputs of one shape, got {_shapes(xs)}")
         masks_out = [after(b, m) for b, m in zip(self.branches, _split(self, masks), strict=True)]
         terms = [
             used(x_out, m.input_mask) for x_out, m in zip(xs, masks_out, strict=True)
@@ -207,21 +215,23 @@ class Sum(Network):
         if (pair_masks := all_or_none([m.pair_mask for m in parts])) is not None:
             pair_mask = pair_masks[0]  # [..., j, j']
             if any(mask is not pair_mask for mask in pair_masks):
-                raise ValueError("pair_mask: branches of Sum that do not route cannot have one each")
+                raise ValueError(
+                    "pair_mask must be one mask for all branches of a Sum without routings, got several"
+                )
         if (units := all_or_none([m.unit for m in parts])) is not None:
             unit = torch.stack(torch.broadcast_tensors(*units)).mean(0)  # [..., j]
         return Masks(parts[0].n, input_mask, pair_mask, unit)
 
 
 class Concat(Network):
-    """The outputs of the branches one after the other, over j.
+    """Concatenate the outputs of the branches over j.
 
-    Given a tuple, each branch has its own input, and the credit is block-diagonal (Appendix A, "In
-    Concatenations of Routings"); masks are tuples too, or None. Given one tensor, every branch sees it, and
-    credits stand side by side over j.
+    A tuple gives each branch its own input, and the credit is block-diagonal (Appendix A, "In Concatenations
+    of Routings"). Masks then are tuples too, or None. One tensor goes to every branch, and credits stand side
+    by side over j.
 
     Args:
-        branches: modules whose outputs have the same size.
+        branches: modules whose output vectors have the same size.
     """
 
     def __init__(self, *branches: nn.Module):
@@ -232,7 +242,7 @@ class Concat(Network):
     def run(self, x: Any, masks: Any, visit: Visit) -> tuple[Tensor, Factor | None]:
         xs, factors = _run_branches(self, x, masks, visit)
         if len({(*x_out.shape[:-2], x_out.shape[-1]) for x_out in xs}) > 1:
-            raise ValueError(f"branches of Concat must give vectors of one size, got {_shapes(xs)}")
+            raise ValueError(f"branches of Concat must return vectors of one size, got {_shapes(xs)}")
         return torch.cat(xs, -2), _joined(factors, stack=isinstance(x, tuple), beside=True)
 
     def after(self, masks: Any) -> Masks:
@@ -246,31 +256,31 @@ class Concat(Network):
 
 
 class NetworkHead(nn.Module):
-    """A module that reshapes its input to vectors and hands them, unmixed, to one network of routings."""
+    """A module that only reshapes its input to vectors and passes them to one network of routings."""
 
     network: Network
 
 
 def after(module: nn.Module, masks: Any) -> Masks:
-    """What is known of the vectors that come out of a part; nothing is masked after a routing."""
+    """Return the masks of the outputs of a part. After a routing no vector is masked."""
     return module.after(masks) if isinstance(module, Network) else Masks(getattr(module, "n_out", None))
 
 
 def group_of(network: nn.Module) -> str:
-    """The group of ranks over which the inputs of a network are sharded, "" if they are not."""
+    """Return the group of ranks over which the inputs of a network are sharded, "" if they are not."""
     return next(
         (part.group for part in network.modules() if isinstance(part, VectorRouting) and part.group), ""
     )
 
 
 def checked_group_of(network: nn.Module) -> str:
-    """The same, "" also if its ranks do not check what they have alike."""
+    """Return the same group, but "" if a layer has ``check_ranks=False``."""
     checked = all(part.check_ranks for part in network.modules() if isinstance(part, VectorRouting))
     return group_of(network) if checked else ""
 
 
 def check_network(network: nn.Module, name: str = "network") -> None:
-    """Raise unless the network is made of routings and compositions alone, naming the part that is not."""
+    """Raise unless the network consists of routings and compositions only. The error names the other part."""
     if isinstance(network, PerVector | VectorRouting | GeneralRouting):
         return
     if isinstance(network, MatrixRouting):
@@ -278,8 +288,8 @@ def check_network(network: nn.Module, name: str = "network") -> None:
     if not isinstance(network, Network):
         raise TypeError(
             f"{name} is a {type(network).__name__}, which may mix vectors, so credit cannot pass through it: "
-            f"wrap it in vecroute.PerVector if it treats each vector alone, or build {name} of routings with "
-            "vecroute.Sequential, Residual, Sum and Concat"
+            f"wrap it in vecroute.PerVector if it treats each vector separately, or build {name} from "
+            "routings with vecroute.Sequential, Residual, Sum and Concat"
         )
     parts = network.branches if isinstance(network, Sum | Concat) else network
     for key, part in parts.named_children():
@@ -287,21 +297,23 @@ def check_network(network: nn.Module, name: str = "network") -> None:
 
 
 def check_pair_mask(network: nn.Module, masks: Any) -> None:
-    """Raise if no routing of the network took the pair_mask."""
+    """Raise if no routing of the network uses the pair_mask."""
     given = any(m.pair_mask is not None for m in leaves(masks))
     if given and after(network, masks).pair_mask is not None:
-        raise ValueError(f"pair_mask needs a routing that sees the inputs, {module_name(network)} has none")
+        raise ValueError(
+            f"pair_mask needs a routing that receives the inputs, but {module_name(network)} has none"
+        )
 
 
 def module_name(module: object) -> str:
-    """How errors call a module or function."""
+    """Return the name of a module or function for error messages."""
     name = getattr(module, "__name__", type(module).__name__)
     inner = module.module if isinstance(module, PerVector) else getattr(module, "routing", None)
     return name if inner is None else f"{name}({module_name(inner)})"
 
 
 def check_one_tensor(module: nn.Module, x: Any) -> None:
-    """Raise if a tuple came to a part that has no branches."""
+    """Raise if x is a tuple, which only modules with branches take."""
     if not isinstance(x, Tensor):
         expected = "one tensor x_inp [..., n_inp, d_inp]"
         raise TypeError(f"{module_name(module)} takes {expected}, got {type(x).__name__}")
@@ -316,7 +328,7 @@ def _forward(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, None]:
     if masks.input_mask is not None or masks.pair_mask is not None:
         raise ValueError(
             f"masks cannot pass through {type(module).__name__}: wrap it in vecroute.PerVector if it treats "
-            "each vector alone"
+            "each vector separately"
         )
     return module(x), None
 
@@ -335,7 +347,7 @@ def _route(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, Factor]:
 
 
 def check_independent_votes(layer: GeneralRouting, x: Tensor) -> None:
-    """Raise if votes of one input of a GeneralRouting depend on other inputs, as declared or as probed."""
+    """Raise if the votes of an input depend on other inputs. Test F if the layer does not declare it."""
     name = f"F ({module_name(layer.F)}) of GeneralRouting"
     if layer.independent_votes is None:
         check_independent(name, layer.F, x, layer.probed)
@@ -344,14 +356,14 @@ def check_independent_votes(layer: GeneralRouting, x: Tensor) -> None:
 
 
 def _run_branches(network: Sum | Concat, x: Any, masks: Any, visit: Visit):
-    """Outputs and factors of the branches, each on its own input, or all on the one there is."""
+    """Run each branch on its own input, or all on the same one, and return their outputs and factors."""
     visits = zip(network.branches, _split(network, x), _split(network, masks), strict=True)
     results = [visit(*arguments) for arguments in visits]
     return [x_out for x_out, _ in results], [factor for _, factor in results]
 
 
 def _split(network: Sum | Concat, given: Any) -> Sequence[Any]:
-    """One thing per branch: the tuple itself, or the same thing for every branch."""
+    """Return one item per branch: the tuple itself, or the same item for every branch."""
     if isinstance(given, Masks) or not isinstance(given, tuple):
         return [given] * len(network.branches)
     if len(given) != len(network.branches):
@@ -368,7 +380,7 @@ def _identity(x: Tensor, input_mask: Tensor | None) -> Factor:
 
 
 def _joined(factors: Sequence[Factor | None], *, stack: bool, beside: bool) -> Factor | None:
-    """Factors one above the other (stack), side by side (beside), on the diagonal (both), added (neither)."""
+    """Join factors: one above the other (stack), side by side (beside), on the diagonal (both), or added."""
     blocks, i, j = [], 0, 0
     for factor in factors:
         if factor is None:
