@@ -225,7 +225,7 @@ STREAMS_REFUSED = {
     "d_inp": "d_inp must be the same on every rank, got 4 on rank 0, 3 on rank 1, 4 on rank 2",
     "dtype": "dtype of x_inp must be the same on every rank, got torch.float32 on rank 0, torch.float16 on",
     "folder": "No such file or directory",
-    "outputs": "outputs must be some of 0, ..., n_out - 1 = 1, got [2]",
+    "outputs": "outputs must be ints from 0 to n_out - 1 = 1, got [2]",
 }
 
 
@@ -339,8 +339,8 @@ def refused(kind: str) -> None:
         ("too large", "RuntimeError: Mesh should not be bigger than default world size 4, but found 5 ranks"),
         ("no mesh", "TypeError: mesh must be a DeviceMesh or a process group, got int"),
         ("residual", "TypeError: inputs cannot be sharded: module is a Residual"),
-        ("per vector", "ValueError: inputs cannot be sharded: module.0 joins them before they are routed"),
-        ("twice", "ValueError: the inputs of module are sharded already"),
+        ("per vector", "ValueError: inputs cannot be sharded: module.0 joins vectors before they are routed"),
+        ("twice", "ValueError: the inputs of module are already sharded"),
         ("reference", "ValueError: inputs cannot be sharded: module has implementation='reference'"),
         ("trace", "ValueError: trace needs all inputs"),
         ("update", "ValueError: update needs all inputs"),

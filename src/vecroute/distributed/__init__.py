@@ -1,4 +1,4 @@
-"""Inputs beyond one device and one memory: sharded over the ranks of a process group, or read from files."""
+"""Inputs that do not fit one device: sharded over the ranks of a process group, or read from files."""
 
 from vecroute.distributed.sharding import gather, own_rows, shard_inputs
 from vecroute.distributed.streaming import stream, stream_credit

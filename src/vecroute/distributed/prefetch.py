@@ -1,4 +1,4 @@
-"""Reading while something else is computed: a thread for files, a stream of its own for copies to a GPU."""
+"""Read ahead during computation: a thread reads files, and a separate CUDA stream copies to the GPU."""
 
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +12,9 @@ from vecroute.distributed.vectors import Vectors
 
 
 def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Generator[Tensor]:
-    """The chunks [rows, d] of vectors on the device; the next ones are read and copied in the meantime.
+    """Yield the chunks [rows, d] of vectors on the device, and read and copy the next ones meanwhile.
 
-    Each is good until the next is asked for. What reading raises is raised here.
+    A chunk is valid until the next one is requested. Errors of the reading thread are raised here.
     """
     on_gpu = device.type == "cuda"
     read = vectors.chunks if vectors.reads_ahead else partial(by_a_thread, vectors)
@@ -23,7 +23,7 @@ def prefetched(vectors: Vectors, rows: int, device: torch.device) -> Generator[T
 
 
 def by_a_thread(vectors: Vectors, rows: int, pinned: bool) -> Generator[Tensor]:
-    """The chunks of vectors, the next of which a thread gets in the meantime."""
+    """Yield the chunks of vectors while a thread reads the next chunk."""
     with closing(vectors.chunks(rows, pinned)) as chunks, ThreadPoolExecutor(1, "vecroute reader") as thread:
         coming = thread.submit(next, chunks, None)
         while (chunk := coming.result()) is not None:
@@ -32,9 +32,9 @@ def by_a_thread(vectors: Vectors, rows: int, pinned: bool) -> Generator[Tensor]:
 
 
 def copied(chunks: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Chunks in pinned memory on a GPU, copied by a stream of its own, at most two there at a time."""
+    """Copy chunks from pinned memory to a GPU on a separate stream. At most two are there at a time."""
     copies, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    before: torch.cuda.Event | None = None  # the end of the work on the chunk before
+    before: torch.cuda.Event | None = None  # marks the end of the work on the previous chunk
     for chunk in chunks:
         with torch.cuda.stream(copies):
             there = chunk.to(device, non_blocking=True)  # [rows, d]
@@ -43,7 +43,7 @@ def copied(chunks: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
         there.record_stream(compute)
         yield there
         after = compute.record_event()
-        arrived.synchronize()  # then the pinned buffer may be filled again
+        arrived.synchronize()  # only now may the reader overwrite the pinned buffer
         if before is not None:
             before.synchronize()
         before = after

@@ -1,7 +1,7 @@
 """Sequence parallelism: each rank of a process group holds some of the input vectors.
 
-Routing sums over inputs, so that ranks have little to tell one another: in each iteration their sums
-y [..., j, d] and s [..., j], backward the gradients of what they have alike. Every rank has all outputs.
+Routing sums over inputs, so ranks exchange little: in each iteration the sums y [..., j, d] and s [..., j],
+and in the backward pass the gradients of shared parameters. Every rank has all outputs.
 """
 
 from collections.abc import Iterator
@@ -19,34 +19,36 @@ from vecroute.layers import VectorRouting
 from vecroute.ops.checks import check_size
 from vecroute.ops.group import together
 
-WITH_I = ("W_A", "B_A", "W_S", "B_S", "beta_use", "beta_ign")  # of a fixed length
+# Parameters with one row per input, in layers of fixed length.
+WITH_I = ("W_A", "B_A", "W_S", "B_S", "beta_use", "beta_ign")
 
 Module = TypeVar("Module", bound=nn.Module)
 Mesh = DeviceMesh | dist.ProcessGroup
 
 
 def shard_inputs(module: Module, mesh: Mesh, *, check: bool = True) -> Module:
-    """Have each rank route some of the inputs of a layer, network or head, in place; the module is returned.
+    """Divide the inputs of a layer, network or head among ranks. Changes the module in place and returns it.
 
-    Every rank then calls it with its own rows of x_inp [..., i, d] (and of the masks), maybe none; outputs
-    are those of all inputs, the same on every rank, and so must be the loss that is computed from them.
-    Gradients are those of one process: of parameters all of it on every rank, of x_inp that of the own rows.
-    Credit and contributions are those of the own inputs; see ``gather``.
+    Every rank then calls the module with its own rows of x_inp [..., i, d] and of the masks. A rank may have
+    no rows. The outputs depend on all inputs and are the same on every rank. Compute the same loss from them
+    on every rank. Gradients equal the gradients in one process: every rank has the whole gradient of the
+    parameters, and the gradient of its own rows of x_inp. Credit and contributions cover the rank's own
+    inputs; ``gather`` joins them.
 
-    With variable length (n_inp=None) a rank may hold any number of rows. With a fixed length it holds
-    ``own_rows(n_inp, mesh)``, and so it is with the parameters that have an i, which become ``DTensor``
-    sharded over i. All ranks start from the parameters of the first.
+    With variable length (n_inp=None), a rank may hold any number of rows. With a fixed length, it holds
+    ``own_rows(n_inp, mesh)``, and parameters with one row per input become ``DTensor`` sharded over i. All
+    ranks start with the parameters of the first rank.
 
     Args:
         module: a ``VectorRouting``, a network of routings that begins with per-vector modules or such a
             layer, or a ``RoutingHead``: its hidden states [..., n_pos, depth, d_emb] are sharded over n_pos.
-        mesh: a mesh of one dimension, such as ``mesh["sp"]``, or a process group. Other dimensions are
-            free for data parallelism.
-        check: whether ranks make sure in each call that they agree on shapes and dtypes, and that none
-            failed; otherwise they wait for one that did until the time-out of the group.
+        mesh: a mesh of one dimension, such as ``mesh["sp"]``, or a process group. You may use other
+            dimensions for data parallelism.
+        check: True to check in each call that no rank failed and that all ranks agree on shapes and dtypes.
+            Otherwise ranks wait for a failed rank until the group times out.
 
     Raises:
-        ValueError, TypeError: a mesh or module that will not do, or that differs from rank to rank.
+        ValueError, TypeError: the mesh or the module is unsuitable, or differs between ranks.
     """
     mesh = _as_mesh(mesh)
     group = mesh.get_group().group_name
@@ -56,7 +58,9 @@ def shard_inputs(module: Module, mesh: Mesh, *, check: bool = True) -> Module:
             alike[f"parameter {name}"] = [list(parameter.shape), parameter.dtype]
             if parameter.device.type not in (mesh.device_type, "meta"):
                 kind = parameter.device.type
-                raise ValueError(f"mesh must be of the device of the module, {kind}, got {mesh.device_type}")
+                raise ValueError(
+                    f"mesh must have the device type of the module, {kind}, got {mesh.device_type}"
+                )
     for part in parts:
         part.group = group
         if isinstance(part, VectorRouting):
@@ -73,7 +77,10 @@ def shard_inputs(module: Module, mesh: Mesh, *, check: bool = True) -> Module:
 
 
 def own_rows(n_inp: int, mesh: Mesh) -> slice:
-    """The rows of n_inp that this rank holds: n_inp / ranks, rounded up, and the last ranks the rest."""
+    """Return the slice of the n_inp rows that belongs to this rank.
+
+    Each rank has ceil(n_inp / number of ranks) rows. The last ranks have the rest, or no rows.
+    """
     check_size("n_inp", n_inp)
     mesh = _as_mesh(mesh)
     size = -(-n_inp // mesh.size())
@@ -82,12 +89,12 @@ def own_rows(n_inp: int, mesh: Mesh) -> slice:
 
 
 def gather(value: Any, mesh: Mesh, dim: int = -2) -> Any:
-    """What each rank has of its own inputs, one after the other, on every rank.
+    """Concatenate the values that each rank has for its own inputs. Every rank receives the result.
 
     Args:
         value: a ``Credit``, ``Contributions``, or a tensor such as the phi [..., i, j] of a layer.
-        mesh: as given to ``shard_inputs``.
-        dim: the dimension of i, of a tensor.
+        mesh: the mesh that was given to ``shard_inputs``.
+        dim: the dimension of i, if value is a tensor.
     """
     mesh = _as_mesh(mesh)
     if isinstance(value, Credit):
@@ -102,7 +109,7 @@ def gather(value: Any, mesh: Mesh, dim: int = -2) -> Any:
 
 
 def _gather_tensor(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Tensors that differ in the length of one dimension; those of others are filled up on the way."""
+    """Concatenate tensors of different lengths along dim. They are padded for the exchange."""
     group = mesh.get_group()
     rows = own.detach().movedim(dim, 0).contiguous()  # [i, ...]
     with together(group.group_name) as alike:
@@ -110,7 +117,7 @@ def _gather_tensor(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(mesh.size())]
     dist.all_gather(lengths, torch.tensor([len(rows)], device=own.device), group=group)
     most = max(int(n) for n in lengths)
-    filled = rows.new_zeros(most, *rows.shape[1:])  # [i of the longest, ...]
+    filled = rows.new_zeros(most, *rows.shape[1:])  # [most, ...]
     filled[: len(rows)] = rows
     parts = [torch.empty_like(filled) for _ in lengths]
     dist.all_gather(parts, filled, group=group)
@@ -118,7 +125,7 @@ def _gather_tensor(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 
 def _parts_that_meet_inputs(module: nn.Module, name: str) -> Iterator[PerVector | VectorRouting]:
-    """The parts that see sharded vectors: up to the first routing, after which every rank has all."""
+    """Yield the parts that receive sharded vectors: all up to and including the first routing."""
     if isinstance(module, NetworkHead):
         yield from _parts_that_meet_inputs(module.network, f"{name}.network")
     elif isinstance(module, Sequential):
@@ -129,11 +136,13 @@ def _parts_that_meet_inputs(module: nn.Module, name: str) -> Iterator[PerVector 
     elif isinstance(module, Sum | Concat):
         for key, branch in module.branches.named_children():
             if not _routes(branch):
-                raise ValueError(f"inputs cannot be sharded: {name}.{key} joins them before they are routed")
+                raise ValueError(
+                    f"inputs cannot be sharded: {name}.{key} joins vectors before they are routed"
+                )
             yield from _parts_that_meet_inputs(branch, f"{name}.{key}")
     elif isinstance(module, VectorRouting | PerVector):
         if module.group:
-            raise ValueError(f"the inputs of {name} are sharded already")
+            raise ValueError(f"the inputs of {name} are already sharded")
         if isinstance(module, VectorRouting) and module.implementation == "reference":
             raise ValueError(f"inputs cannot be sharded: {name} has implementation='reference'")
         yield module
@@ -145,12 +154,12 @@ def _parts_that_meet_inputs(module: nn.Module, name: str) -> Iterator[PerVector 
 
 
 def _routes(module: nn.Module) -> bool:
-    """Whether a part has a routing in it."""
+    """Return whether a part contains a routing."""
     return any(isinstance(part, VectorRouting) for part in module.modules())
 
 
 def _as_mesh(mesh: object) -> DeviceMesh:
-    """A mesh of one dimension that this rank is in."""
+    """Return the mesh, or a mesh for the group. Raise unless it has one dimension and contains this rank."""
     if isinstance(mesh, dist.ProcessGroup):
         kind = "cuda" if "nccl" in dist.get_backend_config(mesh) else "cpu"
         mesh = DeviceMesh.from_group(mesh, kind)

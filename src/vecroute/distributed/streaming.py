@@ -1,7 +1,7 @@
-"""Out of core: the inputs of a routing are read from a file in every pass, one chunk in memory at a time.
+"""Out-of-core routing: every pass reads the inputs from a file, with one chunk in memory at a time.
 
-The passes are those of ``vecroute.ops``, on one chunk after the other. Nothing with an i is kept between
-them: activations are computed again from the chunk, and their gradients go on at once.
+Each chunk goes through the passes of ``vecroute.ops``. No tensor with a dimension i outlives its chunk: each
+pass recomputes the activations from the chunk and adds their gradients to the parameters at once.
 """
 
 import operator
@@ -31,24 +31,27 @@ from vecroute.ops.products import product
 from vecroute.ops.waiting import InputGradient, new_grad_x
 from vecroute.storage import require
 
-CHUNK_MB = {"cpu": 8, "cuda": 128}  # of a chunk in the dtype of the layer: for a CPU, what caches hold
-READ_CHUNKS = {"cpu": 4, "cuda": 1}  # that are read at once: threads had better not meet at every small chunk
+CHUNK_MB = {"cpu": 8, "cuda": 128}  # size of a chunk in the layer's dtype; 8 MB fits the caches of a CPU
+READ_CHUNKS = {"cpu": 4, "cuda": 1}  # chunks per read, so that threads synchronise less often
 
 
 def stream(network: nn.Module, x_inp: Any, *, rows: int | None = None) -> Tensor:
-    """Route vectors that need not fit in memory: x_out [n_out, d_out], with a graph.
+    """Route vectors that need not fit in memory.
 
-    The file is read once for each iteration, and once again for each in the backward pass, which gives the
-    gradient of every parameter of the network; the vectors themselves have none.
+    The forward pass reads the file once per iteration. The backward pass does so again, and computes the
+    gradient of every parameter of the network. The vectors have no gradient.
 
     Args:
         network: a ``VectorRouting`` with n_inp=None, or a ``Sequential`` of per-vector modules, such a layer,
-            and whatever follows it. With ``shard_inputs`` each rank streams its own vectors.
-        x_inp: what ``open_vectors`` takes.
-        rows: of a chunk, None for about 8 MB on a CPU, 128 MB on a GPU.
+            and any further modules. After ``shard_inputs`` each rank streams its own vectors.
+        x_inp: anything that ``open_vectors`` accepts.
+        rows: rows of a chunk. None means about 8 MB on a CPU and 128 MB on a GPU.
+
+    Returns:
+        x_out [n_out, d_out], with a graph.
 
     Raises:
-        ValueError, TypeError: a network or vectors that will not do; a file that is damaged or changes.
+        ValueError, TypeError: the network or the vectors are unsuitable, or the file is damaged or changes.
     """
     run = Streamed(network, x_inp, rows)
     return run.rest(run.route())
@@ -62,17 +65,21 @@ def stream_credit(
     *,
     rows: int | None = None,
 ) -> Tensor:
-    """Route likewise, without a graph, and write the credit [n_inp, len(outputs)] of the vectors to a file.
+    """Do the same as ``stream``, without a graph, and write the credit [n_inp, len(outputs)] to a file.
 
-    A .npy file of float32, whole or not there at all. Of a network the credit is for its own outputs, end to
-    end; the vectors are then read once more. Of a sharded network each rank writes that of its own vectors:
-    give each a path of its own.
+    The result is a .npy file of float32. An interrupted call leaves no file. The credit of a network is end
+    to end, for the outputs of the whole network, and needs one more pass over the vectors. In a sharded
+    network each rank writes the credit of its own vectors, so give each rank a different path.
+
+    Args:
+        path: the file to write.
+        outputs: the outputs for which credit is written, one column each.
 
     Returns:
         x_out [n_out, d_out].
 
     Raises:
-        ValueError, TypeError: as ``stream``; outputs that are not there.
+        ValueError, TypeError: as ``stream``, or an output does not exist.
         OSError: the file cannot be written.
     """
     run = Streamed(network, x_inp, rows)
@@ -82,7 +89,7 @@ def stream_credit(
             after = (part.n_out for part in reversed(run.after) if hasattr(part, "n_out"))
             n_out = next(after, run.layer.n_out)
             if not columns or not all(0 <= j < n_out for j in columns):
-                raise ValueError(f"outputs must be some of 0, ..., n_out - 1 = {n_out - 1}, got {columns}")
+                raise ValueError(f"outputs must be ints from 0 to n_out - 1 = {n_out - 1}, got {columns}")
             file = stack.enter_context(CreditFile(path, run.vectors.n_inp, len(columns)))
         if not run.after:
             return run.rest(run.route(lambda phi: file.write(phi[:, columns])))
@@ -92,7 +99,7 @@ def stream_credit(
 
 
 class State(NamedTuple):
-    """What the backward pass needs of the forward pass, as ``loop.forward`` has it, of one sample."""
+    """Results of the forward pass that the backward pass needs, for t iterations and one sample."""
 
     y: Tensor  # [t, 1, j, d]
     s: Tensor  # [t, 1, j]
@@ -110,9 +117,9 @@ class Streamed:
         fits = isinstance(layer, VectorRouting) and layer.n_inp is None and isinstance(layer.n_iters, int)
         if not fits or layer.implementation == "reference":
             raise TypeError(
-                "network must be a VectorRouting with n_inp=None, a number of iterations and another "
-                "implementation than 'reference', or a Sequential in which only PerVector comes before such "
-                f"a layer, got {module_name(layer)}"
+                "network must be a VectorRouting with n_inp=None, an int as n_iters and an implementation "
+                "other than 'reference', or a Sequential in which only PerVector comes before such a layer, "
+                f"got {module_name(layer)}"
             )
         self.layer: VectorRouting = layer
         self.n_iters: int = layer.n_iters
@@ -128,7 +135,7 @@ class Streamed:
             check_size("rows", rows, none_means="chosen by size")
             alike |= {"d_inp": self.vectors.d_inp, "dtype of x_inp": self.vectors.dtype}
         self.dtype, self.device, kind = layer.W_F2.dtype, layer.W_F2.device, layer.W_F2.device.type
-        # As autocast has it now: what products are rounded to, and how the modules before the routing run.
+        # The backward pass must round products and run the modules as the present autocast setting says.
         self.rounded = product_dtype(layer.W_F2)
         self.autocast: dict[str, Any] = {
             "dtype": torch.get_autocast_dtype(kind),
@@ -141,10 +148,10 @@ class Streamed:
         if n_inp == 0:
             raise ValueError("x_inp must have at least one vector, got none")
         self.sqrt_n_inp = n_inp.to(compute_dtype(self.dtype)).sqrt()  # [1, 1]
-        self.M: Tensor | None = None  # [1, j, d] that gives the scores of the last iteration
+        self.M: Tensor | None = None  # [1, j, d] the matrix of the scores of the last iteration
 
     def route(self, see_phi: Callable[[Tensor], None] | None = None) -> Tensor:
-        """x_out [j, h] of the routing; see_phi gets the phi [i, j] of each chunk in the last pass."""
+        """Return x_out [j, h] of the routing. The last pass gives each chunk's phi [i, j] to see_phi."""
         weights = [w for w in self.layer.weights() if w is not None]
         shared = sum_gradients(self.layer.group, *self.trained)
         x_out = _Route.apply(self, see_phi, len(weights), *weights, *shared)  # [1, j, h]
@@ -152,20 +159,20 @@ class Streamed:
         return x_out[0].to(self.dtype)  # [j, h]
 
     def rest(self, x_out: Tensor) -> Tensor:
-        """What the network makes of the outputs of the routing."""
+        """Run the modules that follow the routing."""
         for part in self.after:
             x_out = part(x_out)  # [j, h]
         return x_out
 
     def credit_of_rest(self, x_out: Tensor, columns: list[int]) -> tuple[Tensor, Tensor]:
-        """x_out of the network, and the credit [j, len(columns)] of the routing's outputs for it."""
+        """Return x_out of the network, and the credit [j, len(columns)] of the routing's outputs for it."""
         routed = Routed(*Sequential(*self.after).route(x_out))
         return routed.x_out, torch.stack([routed.phi.column(j) for j in columns], -1)
 
     # Passes
 
     def problem(self, x: Tensor, weights: Sequence[Tensor]) -> Problem:
-        """One chunk [1, i, d] as a problem of its own."""
+        """Return one chunk [1, i, d] as a routing problem."""
         w = Weights._make((*weights[:10], None, None, *weights[10:]))
         implementation = choose(x, None) if self.layer.implementation == "auto" else self.layer.implementation
         tuning = Tuning(self.layer.tuning.rows, 0)
@@ -174,9 +181,9 @@ class Streamed:
         )
 
     def chunks(self) -> Generator[Tensor]:
-        """The chunks of one pass, [i, d], in the dtype of the layer; each is good until the next."""
+        """Yield the chunks of one pass, [i, d], in the dtype of the layer. Each is valid until the next."""
         shape = min(self.rows, self.vectors.n_inp), self.vectors.d_inp
-        # Memory that is new for every chunk would cost more time than the numbers that are written to it.
+        # One buffer for all chunks: allocating memory for each chunk would take longer than writing to it.
         room = torch.empty(shape, dtype=self.dtype, device=self.device)  # [rows, d]
         rows = self.rows * READ_CHUNKS.get(self.device.type, 1)
         with closing(prefetched(self.vectors, rows, self.device)) as chunks:
@@ -184,14 +191,14 @@ class Streamed:
                 yield chunk if chunk.dtype == self.dtype else room[: len(chunk)].copy_(chunk)
 
     def into_routing(self, x: Tensor) -> Tensor:
-        """A chunk [i, d] as the routing gets it, [1, i, d]."""
+        """Run the per-vector modules on a chunk [i, d], and return the input [1, i, d] of the routing."""
         with torch.autocast(self.device.type, **self.autocast):
             for part in self.before:
                 x = part.module(x)  # [i, d]
         return x.to(self.dtype)[None]
 
     def forward_pass(self, weights: Sequence[Tensor], M: Tensor | None, see_phi: Any):
-        """y [1, j, d] and s [1, j] of an iteration, over all chunks and all ranks."""
+        """Return y [1, j, d] and s [1, j] of an iteration, summed over all chunks and ranks."""
         j, d = self.layer.W_F1.shape
         y, s = self.sqrt_n_inp.new_zeros(1, j, d), self.sqrt_n_inp.new_zeros(1, j)  # [1, j, d], [1, j]
         y_chunk, s_chunk = torch.empty_like(y), torch.empty_like(s)  # [1, j, d], [1, j]
@@ -210,13 +217,13 @@ class Streamed:
         return y, s
 
     def last_pass(self, see_phi: Callable[[Tensor], None]) -> None:
-        """The pass of the last iteration once more."""
+        """Repeat the pass of the last iteration."""
         weights = [w for w in self.layer.weights() if w is not None]
         with without_autocast(self.layer.W_F2):
             self.forward_pass(weights, self.M, see_phi)
 
     def backward_pass(self, weights: Sequence[Tensor], g, M, grad_s, grads: Grads, trained) -> Tensor:
-        """grad_x_hat [1, j, d] of an iteration; adds to the gradients by name and to those of ``trained``."""
+        """Return grad_x_hat [1, j, d] of an iteration, and add to ``grads`` and ``trained``."""
         grad_x_hat, needed = grad_s.new_zeros(1, *self.layer.W_F1.shape), bool(trained)  # [1, j, d]
         with together(self.layer.group, self.layer.check_ranks), closing(self.chunks()) as chunks:
             for chunk in chunks:
@@ -241,7 +248,7 @@ class Streamed:
     # Iterations
 
     def forward(self, weights: Sequence[Tensor], see_phi: Any) -> tuple[Tensor, State]:
-        """All iterations: x_out [1, j, h], not normalised."""
+        """Run all iterations. Return x_out [1, j, h], not normalised, and the state for the backward pass."""
         ys, ss, before, gs = [], [], [], []
         p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
         self.M = None
@@ -263,7 +270,7 @@ class Streamed:
         return x_out, State(torch.stack(ys), torch.stack(ss), *stacked)
 
     def backward(self, weights: Sequence[Tensor], state: State, grad: Tensor) -> tuple[Grads, list[Tensor]]:
-        """Gradients of the weights, by name, and of the parameters of the modules before the routing."""
+        """Return the gradients of the weights by name, and of the trained parameters before the routing."""
         p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
         grads = Grads()
         trained = [torch.zeros_like(parameter) for parameter in self.trained]
@@ -305,13 +312,13 @@ class _Route(torch.autograd.Function):
 
 
 def activations(p: Problem) -> Tensor:
-    """f(a_inp) of a chunk, [1, i]."""
+    """Return f(a_inp) of a chunk, [1, i]."""
     a_inp = product(p, p.x_inp, p.w.W_A.mT[None])[..., 0] / p.sqrt_n_inp + p.w.B_A  # [1, i]
     return torch.sigmoid(a_inp)  # [1, i]
 
 
 def activations_backward(p: Problem, grad_a: Tensor, grad_x: Tensor | None, grads: Grads) -> None:
-    """What grad_a [1, i] brings to the gradients of W_A, B_A and x_inp [1, i, d]."""
+    """Add the terms that come from grad_a [1, i] to the gradients of W_A, B_A and x_inp [1, i, d]."""
     scaled = grad_a / p.sqrt_n_inp  # [1, i]
     grads.add("W_A", scaled @ p.x_inp[0].to(scaled.dtype))  # [1, d]
     grads.add("B_A", grad_a.sum()[None])  # [1]
@@ -320,7 +327,7 @@ def activations_backward(p: Problem, grad_a: Tensor, grad_x: Tensor | None, grad
 
 
 class CreditFile:
-    """A .npy file [n_inp, n] of float32, written some rows at a time, whole or not there at all."""
+    """A .npy file [n_inp, n] of float32, written in chunks of rows. After an error no file remains."""
 
     def __init__(self, path: str | os.PathLike, n_inp: int, n: int):
         self.path = Path(path)
@@ -333,7 +340,7 @@ class CreditFile:
         return self
 
     def write(self, rows: Tensor) -> None:
-        """Rows [i, n] after those that are there."""
+        """Append rows [i, n]."""
         self.file.write(rows.float().cpu().contiguous().numpy().data)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

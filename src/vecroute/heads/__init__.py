@@ -1,4 +1,4 @@
-"""Heads: the hidden states of every position at every depth in, class scores out."""
+"""Heads: they map the hidden states of every position and depth to class scores."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ __all__ = [
     "make_head",
 ]
 
-# By the names that ``RoutingClassifier(head=...)`` takes.
+# The names that ``RoutingClassifier(head=...)`` takes.
 HEADS: dict[str, Callable[..., nn.Module]] = {
     "routing": RoutingHead,
     "wide": RoutingHead.wide,
@@ -50,12 +50,13 @@ HEADS: dict[str, Callable[..., nn.Module]] = {
     "hopfield": PoolingHead.hopfield,
 }
 
-# Those that choose among the vectors, of which training leaves some out; others take means or one position.
+# Heads that weight each hidden state. Training drops random hidden states for these heads only. The other
+# heads take means or read one position.
 CHOOSING = ("routing", "wide", "paper", "probe", "probe_4", "pma", "hopfield")
 
 
 def make_head(name: str, *, seed: int, **options: Any) -> nn.Module:
-    """A head by name, with the initial weights of the seed.
+    """Build a head by name. The seed determines its initial weights.
 
     Raises:
         ValueError: no head has that name.

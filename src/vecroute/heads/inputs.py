@@ -1,4 +1,4 @@
-"""What every head does with its inputs: check them, change each vector by itself."""
+"""Input checks and per-vector MLPs that the heads share."""
 
 import torch.nn.functional as nnf
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from vecroute.ops.checks import check_float_tensor, check_mask
 
 
 class ResidualMLP(nn.Module):
-    """x + W_2 gelu(W_1 x + b_1) + b_2 for each vector, the identity at first: [..., d] -> [..., d]."""
+    """x + W_2 gelu(W_1 x + b_1) + b_2 for each vector, [..., d] -> [..., d]. Initially the identity."""
 
     def __init__(self, d: int, d_mlp: int):
         super().__init__()
@@ -20,7 +20,7 @@ class ResidualMLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """x + W_2 (silu(W_g x + b_g) * (W_1 x + b_1)) + b_2, the identity at first: [..., d] -> [..., d]."""
+    """x + W_2 (silu(W_g x + b_g) * (W_1 x + b_1)) + b_2, [..., d] -> [..., d]. Initially the identity."""
 
     def __init__(self, d: int, d_mlp: int):
         super().__init__()
@@ -41,14 +41,17 @@ def check_hidden_states(
     like: Tensor,
     may_be_empty: bool = False,
 ) -> Tensor | None:
-    """The mask as [..., n_pos, depth] booleans, or None; raise unless both have the shapes of a head.
+    """Check the inputs of a head, and return the mask as booleans [..., n_pos, depth], or None.
 
     Args:
         hidden_states: [..., n_pos, depth, d_emb].
         input_mask: [..., n_pos] or [..., n_pos, depth], True (or 1) means *use*.
-        depth, d_emb: of the head.
-        like: a parameter, whose dtype and device the hidden states must have.
-        may_be_empty: whether no position at all will do.
+        depth, d_emb: the sizes that the head expects.
+        like: a parameter. The hidden states must have its dtype and device.
+        may_be_empty: True to allow n_pos = 0.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, type, dtype or device.
     """
     expected = f"[..., n_pos, depth={depth}, d_emb={d_emb}]"
     check_float_tensor("hidden_states", hidden_states, expected, like)

@@ -1,6 +1,6 @@
-"""Baseline heads: pool the hidden states to one vector, and classify that. They have no credit.
+"""Baseline heads: pool the hidden states to one vector and classify it. They have no credit.
 
-Every pool takes hidden states [..., n_pos, depth, d] and their mask [..., n_pos, depth] to [..., d_pool].
+A pool maps hidden states [..., n_pos, depth, d] and their mask [..., n_pos, depth] to [..., d_pool].
 """
 
 import math
@@ -15,7 +15,7 @@ from vecroute.ops.checks import check_size
 
 
 class PoolingHead(nn.Module):
-    """Normalise each hidden state, maybe change it by an MLP, pool all of them, and classify the result.
+    """Normalise each hidden state, apply an optional MLP to it, pool all of them, and classify the result.
 
     scores = W MLP(pool(MLP(N(hidden states)))) + b
 
@@ -23,10 +23,11 @@ class PoolingHead(nn.Module):
         d_emb: size of the hidden states.
         depth: number of hidden states at each position.
         n_cls: number of classes.
-        pool: see ``vecroute.heads``; with ``d_pool``, the size of what it gives.
-        d_inp_mlp: width of the MLP of each hidden state, as ``RoutingHead`` has one; 0 for none.
-        d_mlp: width of the MLP after the pool, 0 for none.
-        gated: whether the MLP of each hidden state is a gated one.
+        pool: one of the pools in ``vecroute.heads``, or a module with an attribute ``d_pool``, its output
+            size.
+        d_inp_mlp: width of the MLP for each hidden state, 0 for no MLP.
+        d_mlp: width of the MLP after the pool, 0 for no MLP.
+        gated: True to use a ``GatedMLP`` for each hidden state, False to use a ``ResidualMLP``.
 
     Shapes:
         hidden_states [..., n_pos, depth, d_emb], input_mask [..., n_pos] or [..., n_pos, depth]
@@ -70,23 +71,23 @@ class PoolingHead(nn.Module):
 
     @classmethod
     def mean_last(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "PoolingHead":
-        """The mean over the positions of the last hidden state."""
+        """Use the mean over positions of the last hidden state."""
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, pool=MeanPool(d_emb, 1), **options)
 
     @classmethod
     def mean_all(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "PoolingHead":
-        """The means over the positions at every depth, side by side."""
+        """Use the mean over positions at every depth, concatenated."""
         check_size("depth", depth)
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, pool=MeanPool(d_emb, depth), **options)
 
     @classmethod
     def scalar_mix(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "PoolingHead":
-        """The mean over the positions of a learned weighted mean over the depths."""
+        """Use the mean over positions of a learned weighted mean over depths."""
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, pool=ScalarMix(d_emb, depth), **options)
 
     @classmethod
     def first_position(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "PoolingHead":
-        """The last hidden state of the first position."""
+        """Use the last hidden state of the first position."""
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, pool=FirstPosition(d_emb), **options)
 
     @classmethod
@@ -101,14 +102,14 @@ class PoolingHead(nn.Module):
         d_mlp: int | None = None,
         **options: Any,
     ) -> "PoolingHead":
-        """An attentive probe: learned queries attend to every hidden state, and an MLP follows."""
+        """Use an attentive probe: learned queries attend to every hidden state, and an MLP follows."""
         pool = AttentivePool(d_emb, n_queries, n_heads)
         d_mlp = pool.d_pool if d_mlp is None else d_mlp
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, pool=pool, d_mlp=d_mlp, **options)
 
     @classmethod
     def probe_4(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "PoolingHead":
-        """An attentive probe with four queries."""
+        """Use an attentive probe with four queries."""
         options = {"n_queries": 4, "d_mlp": d_emb} | options
         return cls.probe(d_emb=d_emb, depth=depth, n_cls=n_cls, **options)
 
@@ -123,7 +124,7 @@ class PoolingHead(nn.Module):
         n_heads: int | None = None,
         **options: Any,
     ) -> "PoolingHead":
-        """Pooling by multihead attention, as in the Set Transformer."""
+        """Use pooling by multihead attention, as in the Set Transformer."""
         pool = SetPool(d_emb, n_seeds, n_heads)
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, pool=pool, **options)
 
@@ -139,19 +140,19 @@ class PoolingHead(nn.Module):
         n_updates: int = 3,
         **options: Any,
     ) -> "PoolingHead":
-        """Pooling by a modern Hopfield network."""
+        """Use pooling by a modern Hopfield network."""
         pool = HopfieldPool(d_emb, n_states, n_heads, n_updates)
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, pool=pool, **options)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """The mean of x [..., n_pos, depth, d] over the used positions at each depth, [..., depth, d]."""
+    """Return the mean of x [..., n_pos, depth, d] over the used positions at each depth, [..., depth, d]."""
     n = mask.sum(-2).clamp(min=1)[..., None].to(x.dtype)  # [..., depth, 1]
     return used(x, mask).sum(-3) / n  # [..., depth, d]
 
 
 class MeanPool(nn.Module):
-    """The means over the positions at the last ``n_levels`` depths, side by side."""
+    """The means over positions at the last ``n_levels`` depths, concatenated: [..., n_levels d]."""
 
     def __init__(self, d: int, n_levels: int):
         super().__init__()
@@ -165,7 +166,7 @@ class MeanPool(nn.Module):
 
 
 class ScalarMix(nn.Module):
-    """gamma sum_l softmax(w)_l mean_l, where mean_l is over the positions at depth l."""
+    """gamma sum_l softmax(w)_l mean_l, where mean_l is the mean over positions at depth l."""
 
     def __init__(self, d: int, depth: int):
         super().__init__()
@@ -178,7 +179,7 @@ class ScalarMix(nn.Module):
 
 
 class FirstPosition(nn.Module):
-    """The last hidden state of the first position, [CLS] in BERT and its kin."""
+    """The last hidden state of the first position, which is [CLS] in BERT and similar models."""
 
     def __init__(self, d: int):
         super().__init__()
@@ -189,12 +190,12 @@ class FirstPosition(nn.Module):
 
 
 class Attention(nn.Module):
-    """Learned queries attend to vectors by several heads: x [..., i, d], mask [..., i] -> [..., q, d].
+    """Multihead attention of learned queries to vectors: x [..., i, d], mask [..., i] -> [..., q, d].
 
     out_q = W_O [sum_i softmax_i(beta query_qn . W_K_n x_i) W_V_n x_i]_n + b
 
-    Queries are few, so keys and values of the vectors are never made: queries go through W_K, and the
-    weighted means of the vectors through W_V.
+    There are few queries, so it is cheaper not to compute keys and values for every vector. Instead W_K
+    multiplies the queries, and W_V multiplies the weighted means of the vectors.
     """
 
     def __init__(self, d: int, n_queries: int, n_heads: int | None):
@@ -215,7 +216,7 @@ class Attention(nn.Module):
         return self.values(self.attend(queries, x, mask))  # [..., q, d]
 
     def attend(self, queries: Tensor, x: Tensor, mask: Tensor) -> Tensor:
-        """The weighted means [..., q, n, d] of the vectors, for queries [..., q, n, k] among the keys."""
+        """Return the weighted means [..., q, n, d] of x for queries [..., q, n, k] in the key space."""
         W_K = self.W_K.unflatten(0, (self.n_heads, -1))  # [n, k, d]
         through = torch.einsum("...qnk,nkd->...qnd", queries, W_K)  # [..., q, n, d]
         scores = self.beta * (through.flatten(-3, -2) @ x.mT)  # [..., q n, i]
@@ -229,7 +230,7 @@ class Attention(nn.Module):
 
 
 class AttentivePool(nn.Module):
-    """What learned queries attend to, side by side and normalised, [..., n_queries d]."""
+    """The normalised results of attention for each learned query, concatenated: [..., n_queries d]."""
 
     def __init__(self, d: int, n_queries: int = 1, n_heads: int | None = None):
         super().__init__()
@@ -260,8 +261,8 @@ class SetPool(nn.Module):
 class HopfieldPool(nn.Module):
     """Modern Hopfield pooling: n_updates times xi <- sum_i softmax_i(beta xi . k_i) k_i.
 
-    k_i = W_K x_i are the stored patterns, xi the states, learned at first. What is given are the values at
-    the last weights, normalised, [..., n_states d].
+    The stored patterns are k_i = W_K x_i. The states xi start from learned values. The pool returns the
+    values weighted by the last softmax, normalised: [..., n_states d].
     """
 
     def __init__(self, d: int, n_states: int = 1, n_heads: int | None = None, n_updates: int = 3):

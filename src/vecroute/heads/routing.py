@@ -1,4 +1,4 @@
-"""RoutingHead: hidden states to class scores by routings, with credit for each of them."""
+"""RoutingHead: route hidden states to class scores, with credit for each hidden state."""
 
 from typing import Any
 
@@ -14,27 +14,27 @@ from vecroute.ops.group import announced
 class RoutingHead(NetworkHead):
     """Route the hidden states of a Transformer, at every position and depth, to class scores.
 
-    Positions and depths are flattened to one sequence, i = position * depth + level. Each vector of it is
-    normalised, all are routed to n_hid vectors, and these to the scores. An MLP changes each vector by itself
-    before and after the first routing. Vectors stay apart between routings, so that credit and contributions
-    reach every hidden state: see ``route``, and ``contributions`` of ``head.network``.
+    The head flattens positions and depths to one sequence, i = position * depth + level, and normalises each
+    vector. One routing maps the sequence to n_hid vectors, another maps these to the scores. An MLP changes
+    each vector separately before and after the first routing. Only routings mix vectors, so credit and
+    contributions reach every hidden state: see ``route``, and ``contributions`` with ``head.network``.
 
     Args:
         d_emb: size of the hidden states.
         depth: number of hidden states at each position.
         n_cls: number of classes.
-        n_hid, d_hid: number and size of the hidden vectors, d_hid=None for d_emb.
-        d_mlp: width of the MLPs, None for two thirds of d_emb, 0 for no MLPs.
-        gated: whether the MLPs are gated ones, see ``vecroute.heads.GatedMLP``, or plain ones.
-        n_routings: 2, or more for routings from the hidden vectors to as many others.
-        n_iters, implementation: of every routing.
+        n_hid, d_hid: number and size of the hidden vectors. d_hid=None means d_emb.
+        d_mlp: width of the MLPs. None means two thirds of d_emb, 0 means no MLPs.
+        gated: True to use ``GatedMLP``, False to use ``ResidualMLP``.
+        n_routings: number of routings, at least 2. Additional ones map n_hid hidden vectors to n_hid others.
+        n_iters, implementation: passed to every routing.
 
     Shapes:
         hidden_states [..., n_pos, depth, d_emb], input_mask [..., n_pos] or [..., n_pos, depth]
         -> scores [..., n_cls]. True (or 1) in the mask means *use*.
 
     Raises:
-        ValueError, TypeError: an argument of the wrong shape, type, dtype or device.
+        ValueError, TypeError: an argument has the wrong shape, type, dtype or device.
     """
 
     def __init__(
@@ -81,21 +81,21 @@ class RoutingHead(NetworkHead):
 
     @classmethod
     def wide(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
-        """MLPs twice as wide: no better than the default on texts (docs/results.md), more work."""
+        """Build a head with MLPs twice as wide, which score no better on texts (docs/results.md)."""
         check_size("d_emb", d_emb)
         options = {"d_mlp": max(4 * d_emb // 3, 1)} | options
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, **options)
 
     @classmethod
     def paper(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
-        """The paper's head: three routings by way of 64 hidden vectors, and no MLPs."""
+        """Build the paper's head: three routings, 64 hidden vectors, no MLPs."""
         options = {"n_hid": 64, "d_mlp": 0, "n_routings": 3} | options
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, **options)
 
     def flatten(
         self, hidden_states: Tensor, input_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the network takes: x_inp [..., i, d], i = position * depth + level, and its mask [..., i]."""
+        """Return the inputs of the network: x_inp [..., i, d] and its mask [..., i]."""
         sizes = {"depth": self.depth, "d_emb": self.d_emb}
         like, sharded = next(self.parameters()), group_of(self.network) != ""
         with announced(checked_group_of(self.network)):
@@ -109,6 +109,6 @@ class RoutingHead(NetworkHead):
         return self.network(*self.flatten(hidden_states, input_mask))[..., 0]  # [..., n_cls]
 
     def route(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Routed:
-        """Like ``forward``, and the credit of every hidden state for every class, [..., i, n_cls]."""
+        """Return the scores and the credit [..., i, n_cls] of every hidden state for every class."""
         x_out, credit = self.network.route(*self.flatten(hidden_states, input_mask))
         return Routed(x_out[..., 0], credit)
