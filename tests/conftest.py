@@ -59,12 +59,12 @@ def tf32():
 @pytest.fixture
 def no_compiler(monkeypatch):
     """Nothing is there that compiles CUDA C++."""
-    from vecroute.ops import clusters, input_gradient
+    from vecroute.ops.paths.long import by_rows, clusters
 
     def fail(*args, **kwargs):
         raise OSError("no compiler")
 
-    cached = clusters.kernel, clusters.has_kernels, input_gradient.kernel, input_gradient.has_kernel
+    cached = clusters.kernel, clusters.has_kernels, by_rows.kernel, by_rows.has_kernel
     monkeypatch.setattr(torch.cuda, "_compile_kernel", fail)
     for function in cached:
         function.cache_clear()

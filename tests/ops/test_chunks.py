@@ -10,9 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vecroute as vr
 from tests.helpers.samples import with_noise
 from tests.helpers.tolerance import assert_layer_as_good
-from vecroute.ops import Tuning, chunked_steps, fused, fused_matrix, loop, passes
+from vecroute.ops import Tuning, loop, passes
 from vecroute.ops import problem as problems
 from vecroute.ops.autograd import operator_arguments, problem
+from vecroute.ops.backends.chunked import steps as chunked_steps
+from vecroute.ops.backends.fused import matrix as fused_matrix
+from vecroute.ops.backends.fused import pairs as fused
 from vecroute.ops.chunks import Chunk, Room, alike
 from vecroute.ops.problem import Problem
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.helpers.batch_kernels import CALLS, launches
 from tests.helpers.paths import ROOT
-from vecroute.ops import clusters, input_gradient, rounded_product
 from vecroute.ops.paths.batch import kernels, products
+from vecroute.ops.paths.long import by_rows, clusters, rounded
 
 SCRIPT = """
 import triton
@@ -19,8 +19,16 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vecroute.ops import arrange, fused_activations, fused_halves, fused_matrix, fused_norm, fused_pairs
-from vecroute.ops import fused_product, fused_rows, fused_steps, fused_sums
+from vecroute.ops.paths.long import arrange
+from vecroute.ops.backends.fused import activations as fused_activations
+from vecroute.ops.paths.long import halves
+from vecroute.ops.backends.fused import matrix as fused_matrix
+from vecroute.ops.backends.fused import norm as fused_norm
+from vecroute.ops.backends.fused import pair_kernels as fused_pairs
+from vecroute.ops.backends.fused import product as fused_product
+from vecroute.ops.paths import wide
+from vecroute.ops.backends.fused import steps as fused_steps
+from vecroute.ops.backends.fused import sums as fused_sums
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
 POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
@@ -75,16 +83,16 @@ compile(fused_pairs.sum_samples_kernel, 4, BLOCK_B=32, BLOCK_N=32, T=tl.float32)
 pairs = dict.fromkeys(("pairs", "dot", "phi", "waiting"), "*bf16")
 for first in (True, False):
     rows = {"FIRST": first, "STAGES": 2, "BLOCK_J": 1024, "VEC": 4}
-    compile(fused_rows.rows_kernel, 4, pairs, **rows)
-    compile(fused_rows.rows_backward_kernel, 4, pairs, ADD=first, WAITS=True, **rows)
+    compile(wide.rows_kernel, 4, pairs, **rows)
+    compile(wide.rows_backward_kernel, 4, pairs, ADD=first, WAITS=True, **rows)
 compile(fused_activations.activations_kernel, 4, BLOCK_I=4, BLOCK_D=128, T=tl.float32)
 sizes = {"BLOCK_I": 4, "BLOCK_D": 128, "T": tl.float32}
 compile(fused_activations.activations_backward_kernel, 4, GRAD_X=True, **sizes)
 sizes = {"BLOCK_I": 64, "BLOCK_N": 64, "BLOCK_K": 32}
 compile(fused_product.rows_kernel, 4, ADD=False, ACTIVATIONS=True, VEC=4, **sizes)
-halves = dict.fromkeys(("waiting", "phi"), "tensordesc<fp16[64, 32]>") | {"M": "tensordesc<fp16[64, 32]>"}
-halves |= dict.fromkeys(("x", "W_A", "grad_x", "grad_W_A"), "tensordesc<fp32[64, 64]>")
-compile(fused_halves.input_gradient_kernel, 4, halves, WAITING=2, **sizes)
+descriptors = dict.fromkeys(("waiting", "phi", "M"), "tensordesc<fp16[64, 32]>")
+descriptors |= dict.fromkeys(("x", "W_A", "grad_x", "grad_W_A"), "tensordesc<fp32[64, 64]>")
+compile(halves.input_gradient_kernel, 4, descriptors, WAITING=2, **sizes)
 rounded = dict.fromkeys(("u", "out", "grad_y", "grad_g", "grad_u", "rounded", "g"), "*bf16")
 compile(fused_steps.outputs_kernel, 4, rounded, BLOCK_R=1, BLOCK_D=1024, T=tl.float32)
 compile(fused_steps.scores_matrix_kernel, 4, rounded, FIXED=False, BLOCK_R=1, BLOCK_D=1024, T=tl.float32)
@@ -159,11 +167,11 @@ def test_the_kernel_of_clusters_compiles(c, n_out, first):
 
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 128), (1, 4)])
 def test_the_kernel_of_the_input_gradient_compiles(waiting, n_out):
-    log = log_of_compilation(input_gradient.source(input_gradient.of_one(waiting, n_out)))
+    log = log_of_compilation(by_rows.source(by_rows.of_one(waiting, n_out)))
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log
 
 
 @pytest.mark.parametrize(("n_out", "parts"), [(100, 1), (100, 2), (128, 2), (4, 1)])
 def test_the_kernel_of_rounded_products_compiles(n_out, parts):
-    log = log_of_compilation(rounded_product.source(n_out, parts))
+    log = log_of_compilation(rounded.source(n_out, parts))
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log

@@ -8,18 +8,13 @@ import torch
 import vecroute as vr
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_layer_as_good
-from vecroute.ops import (
-    Tuning,
-    chunked,
-    chunked_steps,
-    fused,
-    fused_steps,
-    fused_sums,
-    passes,
-    products,
-    waiting,
-)
+from vecroute.ops import Tuning, gradient, matmul, passes
 from vecroute.ops.autograd import operator_arguments, problem
+from vecroute.ops.backends.chunked import pairs as chunked
+from vecroute.ops.backends.chunked import steps as chunked_steps
+from vecroute.ops.backends.fused import pairs as fused
+from vecroute.ops.backends.fused import steps as fused_steps
+from vecroute.ops.backends.fused import sums as fused_sums
 from vecroute.ops.chunks import Chunk
 from vecroute.ops.columns import Columns
 from vecroute.ops.problem import Grads
@@ -42,7 +37,7 @@ def problem_of(layer: vr.VectorRouting, x_inp: torch.Tensor, implementation: str
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 def test_wherever_pairs_wait(fixed, apart, rows, monkeypatch, nan_filled_memory):
     if not apart:
-        monkeypatch.setattr(waiting, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(gradient, "WHOLE_BYTES", 0)
     layer = make(19 if fixed else None, n_iters=3)
     with_chunks(layer, rows)
     assert_layer_as_good(layer, torch.randn(3, 19, 36))
@@ -53,7 +48,7 @@ def test_pairs_of_half_precision_wait_apart(dtype, nan_filled_memory):
     """In the dtype of sums, which grad_x does not have."""
     layer = with_chunks(make(n_out=8, d_inp=48, dtype=dtype))
     x_inp = torch.randn(3, 40, 48).to(dtype)
-    assert waiting.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp)).waits
+    assert gradient.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp)).waits
     assert_layer_as_good(layer, x_inp)
 
 
@@ -61,16 +56,16 @@ def test_pairs_wait_apart_within_the_budget(monkeypatch):
     """Of 2 x 5 rows and of M of 2 samples: 8 that wait, 4 of phi, 8 of c and one of a_inp, aligned."""
     layer, x_inp = make(), torch.randn(2, 5, 36)
     n_bytes = 4 * (2 * 5 + 2 * 36) * 24
-    monkeypatch.setattr(waiting, "WHOLE_BYTES", n_bytes)
-    assert waiting.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp)).apart
-    assert not waiting.InputGradient(problem_of(layer, x_inp, "chunked"), 2, torch.empty_like(x_inp)).apart
-    monkeypatch.setattr(waiting, "WHOLE_BYTES", n_bytes - 1)
-    into = waiting.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp))
+    monkeypatch.setattr(gradient, "WHOLE_BYTES", n_bytes)
+    assert gradient.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp)).apart
+    assert not gradient.InputGradient(problem_of(layer, x_inp, "chunked"), 2, torch.empty_like(x_inp)).apart
+    monkeypatch.setattr(gradient, "WHOLE_BYTES", n_bytes - 1)
+    into = gradient.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp))
     assert into.waits
     assert into.place is into.grad_x
     monkeypatch.undo()
     frugal = replace(problem_of(layer, x_inp), tuning=Tuning(keep_bytes=0))
-    assert not waiting.InputGradient(frugal, 2, torch.empty_like(x_inp)).apart
+    assert not gradient.InputGradient(frugal, 2, torch.empty_like(x_inp)).apart
 
 
 def test_products_that_are_kept_are_written_once(nan_filled_memory):
@@ -112,7 +107,7 @@ def test_sums_over_inputs(dtype, n_inp, n, monkeypatch):
 def test_few_sums_are_left_to_pytorch(monkeypatch):
     """And those of values that are neighbours in i, or of one long sample."""
     asked = []
-    monkeypatch.setattr(products, "summer", lambda out, n_rows: asked.append(n_rows))
+    monkeypatch.setattr(matmul, "summer", lambda out, n_rows: asked.append(n_rows))
     fused_sums.summer(torch.empty(2, 255), torch.empty(2, 3, 255).mT)
     fused_sums.summer(torch.empty(2, 256), torch.empty(2, 256, 5))
     assert fused_sums.summer(torch.empty(2, 256), torch.empty(2, 7, 256).mT) is not None

@@ -24,11 +24,11 @@ from vecroute.ops.autograd import tf32_under_autocast
 from vecroute.ops.checks import check_size
 from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.common import Weights, compute_dtype, normalize, product_dtype, without_autocast
+from vecroute.ops.gradient import InputGradient, new_grad_x
 from vecroute.ops.group import add_up, all_reduce, announced, sum_gradients, together
+from vecroute.ops.matmul import product
 from vecroute.ops.plan import Tuning
 from vecroute.ops.problem import Grads, Problem
-from vecroute.ops.products import product
-from vecroute.ops.waiting import InputGradient, new_grad_x
 from vecroute.storage import require
 
 CHUNK_MB = {"cpu": 8, "cuda": 128}  # size of a chunk in the layer's dtype; 8 MB fits the caches of a CPU

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from vecroute.ops.chunks import Chunk, has_all_rows, of_chunk
 from vecroute.ops.common import multiple_of_8
+from vecroute.ops.matmul import multiplier
 from vecroute.ops.problem import Problem, over_samples
-from vecroute.ops.products import multiplier
 
 
 class Columns:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vecroute.ops import passes
 from vecroute.ops.columns import block_of, new_matrix
+from vecroute.ops.gradient import InputGradient, new_grad_x
 from vecroute.ops.launch import Memory
 from vecroute.ops.problem import Grads, Problem
-from vecroute.ops.waiting import InputGradient, new_grad_x
 
 
 def saved_memory(p: Problem, n_iters: int) -> Memory:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops import clusters, rounded_product
 from vecroute.ops.chunks import Room, alike, as_operand, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns
 from vecroute.ops.common import multiple_of_8
-from vecroute.ops.problem import SMALL_COPY, Grads, Problem, over_samples
-from vecroute.ops.products import (
+from vecroute.ops.matmul import (
     accumulate,
     accumulate_over_inputs,
     over_batch,
 )
+from vecroute.ops.paths.long import clusters, rounded
+from vecroute.ops.problem import SMALL_COPY, Grads, Problem, over_samples
 
 # One part in so many of x_inp that buffers of a forward pass may take on a GPU, by whether the length is
 # variable: with all else, 2 % of inputs and parameters. A backward pass has more (``InputGradient.share``).
@@ -162,7 +162,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
     samples: Any = None
     n_pairs = max(columns.n_computed, columns.n_own, 0 if into.waits else columns.n)
     dtype = p.dtype if into.waits else p.pair_dtype
-    if into.by_rows and rounded_product.can_multiply(p):
+    if into.by_rows and rounded.can_multiply(p):
         dtype = torch.bfloat16
     row = n_pairs * dtype.itemsize // p.dtype.itemsize + into.n_besides(columns)
     for same in alike(chunks(p, row, into.share)):
@@ -184,13 +184,13 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
         add_sum = p.pairs.summer(sums[samples], of_chunk(to_sum, like).mT) if p.variable else None
         for chunk in same:
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
-            rounded = as_operand(p, x, chunk)  # [b, i, d]
-            multiply(chunk, rounded)
+            operand = as_operand(p, x, chunk)  # [b, i, d]
+            multiply(chunk, operand)
             for out, waiting in copies:
                 out.copy_(of_chunk(waiting, chunk))
             fill(chunk)
             if n_summed:
-                summed, rows = of_chunk(to_sum, chunk), rounded  # [b, i, q - j], [b, i, d]
+                summed, rows = of_chunk(to_sum, chunk), operand  # [b, i, q - j], [b, i, d]
                 new = writes(p) and chunk.rows.start == 0
                 if add_sum is not None:
                     add_sum(summed.mT, new)

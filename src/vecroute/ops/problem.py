@@ -44,12 +44,12 @@ class Problem:
     @cached_property
     def pairs(self) -> ModuleType:
         """What is done to each pair i, j, as ``passes`` takes it: ``chunked`` or ``fused``."""
-        return import_module(f"vecroute.ops.{self.implementation}")
+        return import_module(f"vecroute.ops.backends.{self.implementation}.pairs")
 
     @cached_property
     def steps(self) -> ModuleType:
         """The small steps between two passes: ``chunked_steps`` or ``fused_steps``."""
-        return import_module(f"vecroute.ops.{self.implementation}_steps")
+        return import_module(f"vecroute.ops.backends.{self.implementation}.steps")
 
     @cached_property
     def dtype(self) -> torch.dtype:

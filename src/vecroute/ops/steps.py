@@ -13,7 +13,7 @@ from vecroute.ops import passes
 from vecroute.ops.autograd import n_columns, operator_arguments, problem, tf32_under_autocast
 from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.common import Weights
-from vecroute.ops.waiting import InputGradient, new_grad_x
+from vecroute.ops.gradient import InputGradient, new_grad_x
 
 
 class StreamedSteps:

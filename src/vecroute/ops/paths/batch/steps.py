@@ -5,16 +5,16 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from vecroute.ops.common import cdiv, next_power_of_2
-from vecroute.ops.fused_matrix import scores_matrix_backward_kernel
-from vecroute.ops.fused_norm import normalize_backward_kernel, normalize_kernel
-from vecroute.ops.fused_pairs import sum_samples_kernel
-from vecroute.ops.fused_steps import (
+from vecroute.ops.backends.fused.matrix import scores_matrix_backward_kernel
+from vecroute.ops.backends.fused.norm import normalize_backward_kernel, normalize_kernel
+from vecroute.ops.backends.fused.pair_kernels import sum_samples_kernel
+from vecroute.ops.backends.fused.steps import (
     outputs_backward_kernel,
     outputs_kernel,
     predictions_backward_kernel,
     scores_matrix_kernel,
 )
+from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.launch import Launch, Memory, Product
 from vecroute.ops.paths.batch import kernels, products
 from vecroute.ops.paths.batch.sizes import EXTRA, LEAST_PROGRAMS, PACKED_TILES, TILE, WORKSPACE, Sizes

@@ -8,12 +8,15 @@ from triton.runtime import interpreter
 import vecroute as vr
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import rms, twin, upstream
-from vecroute.ops import Tuning, fused, fused_rows, fused_steps, loop, passes, waiting
+from vecroute.ops import Tuning, gradient, loop, passes
 from vecroute.ops import problem as problems
 from vecroute.ops.autograd import operator_arguments, problem
+from vecroute.ops.backends.fused import pairs as fused
+from vecroute.ops.backends.fused import steps as fused_steps
 from vecroute.ops.chunks import Chunk, Room, as_operand
 from vecroute.ops.columns import new_matrix
 from vecroute.ops.passes import new_kept
+from vecroute.ops.paths import wide
 
 CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((), 40, 24, 2, 0),
@@ -65,7 +68,7 @@ def dtypes(monkeypatch):
     for name in ("coefficients", "coefficients_backward"):
         monkeypatch.setattr(fused, f"{name}_kernel", seen(getattr(fused, f"{name}_kernel")))
     for name in ("rows_kernel", "rows_backward_kernel"):
-        monkeypatch.setattr(fused_rows, name, seen(getattr(fused_rows, name)))
+        monkeypatch.setattr(wide, name, seen(getattr(wide, name)))
     return dtypes
 
 
@@ -135,10 +138,10 @@ def test_rows_of_whole_16_bytes(nan_filled_memory):
     assert (p.width, M.shape[1], new_kept(p, 2).shape[2]) == (24, 48, 24)
     assert not M[:, 20:24].any()
     assert not M[:, 44:].any()
-    assert not waiting.InputGradient(p, 2, torch.empty(1, 40, 128)).waits
+    assert not gradient.InputGradient(p, 2, torch.empty(1, 40, 128)).waits
     aligned = make_problem(make(40, 24, 2, d_inp=128), x_inp)
     assert aligned.width == 24
-    assert waiting.InputGradient(aligned, 2, torch.empty(1, 40, 128)).waits
+    assert gradient.InputGradient(aligned, 2, torch.empty(1, 40, 128)).waits
     assert_within_autocast(layer.requires_grad_(), x_inp)
 
 
@@ -166,7 +169,7 @@ def test_what_is_rounded(dtypes):
 
 def test_sums_of_phi_are_of_what_it_was_before(dtypes, monkeypatch):
     """Not rounded: then they have the digits of float32 where products have those of bfloat16."""
-    monkeypatch.setattr(fused_rows, "n_processors", lambda device: 2)
+    monkeypatch.setattr(wide, "n_processors", lambda device: 2)
     p = make_problem(make(40, 24, 2), torch.randn(40, 32))
     like, room, f = Chunk(slice(0, 1), slice(0, 1), slice(0, 40)), Room(), torch.rand(1, 40)
     dot = torch.randn(1, 40, 24).bfloat16()

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vecroute.ops.backends.fused.matrix import scores_matrix_backward as scores_matrix_backward
+from vecroute.ops.backends.fused.norm import normalized, normalized_backward
+from vecroute.ops.backends.fused.pair_kernels import add_to, triton_dtype
 from vecroute.ops.common import cdiv, next_power_of_2
-from vecroute.ops.fused_matrix import scores_matrix_backward as scores_matrix_backward
-from vecroute.ops.fused_norm import normalized, normalized_backward
-from vecroute.ops.fused_pairs import add_to, triton_dtype
+from vecroute.ops.matmul import add_product
 from vecroute.ops.problem import Grads, Problem, over_samples
-from vecroute.ops.products import add_product
 
 
 @triton.jit

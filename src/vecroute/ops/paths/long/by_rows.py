@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vecroute.ops import hopper
 from vecroute.ops.common import cdiv
+from vecroute.ops.paths.long import hopper
 from vecroute.ops.problem import Problem
 
 GROUPS, ROWS = 2, 64  # a block has so many groups of 128 threads, each with so many rows
@@ -74,7 +74,7 @@ def launch(sizes: Sizes, i: int, d: int, tensors: tuple, strides: list[int]) -> 
 
 def arranged(M: Tensor, weights: Tensor) -> Tensor:
     """M [k, d] over weights [k, 1], one for each row, as the kernel reads it."""
-    from vecroute.ops.arrange import by_columns
+    from vecroute.ops.paths.long.arrange import by_columns
 
     return by_columns(M, weights)
 
@@ -90,7 +90,7 @@ def source(sizes: Sizes) -> str:
     constants = f"constexpr int WAITING = {sizes.waiting}, N_OUT = {sizes.n_out}, N_LAST = {sizes.n_last};\n"
     constants += f"constexpr int BATCH = 0, COLUMNS = {sizes.columns}, STAGES = {sizes.stages};\n"
     multiply = hopper.multiplication("gradient_mma", sizes.columns // 8, in_registers=True)
-    return hopper.source("input_gradient.cu", constants, multiply)
+    return hopper.source("by_rows.cu", constants, multiply)
 
 
 def shared_bytes(sizes: Sizes) -> int:

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vecroute.ops.backends.fused.pair_kernels import in_units
 from vecroute.ops.chunks import Chunk, Room, has_all_rows
 from vecroute.ops.columns import Columns
 from vecroute.ops.common import cdiv, next_power_of_2
-from vecroute.ops.fused_pairs import in_units
 from vecroute.ops.problem import Problem
 
 

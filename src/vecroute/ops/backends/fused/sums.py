@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops import products
+from vecroute.ops import matmul
+from vecroute.ops.backends.fused.pair_kernels import add_to, in_units
 from vecroute.ops.common import cdiv, next_power_of_2
-from vecroute.ops.fused_pairs import add_to, in_units
 
 LEAST_SUMS = 512  # below, a GPU would not be busy
 
@@ -46,9 +46,9 @@ def summer(out: Tensor, like: Tensor) -> Callable[[Tensor, bool], object]:
     A sum by PyTorch of 20 MB of these takes an H200 16 us, three times as long as to read them.
     """
     b, k, i = like.shape
-    long = b == 1 and i >= products.MANY_ROWS
+    long = b == 1 and i >= matmul.MANY_ROWS
     if like.stride(1) != 1 or b * k < LEAST_SUMS or long:
-        return products.summer(out, i)
+        return matmul.summer(out, i)
     dtype = tl.float64 if out.dtype == torch.float64 else tl.float32
     launch = partial(
         sum_rows_kernel[cdiv(k, 8), b], out=out, out_b=out.stride(0), BLOCK_J=8, num_warps=8,

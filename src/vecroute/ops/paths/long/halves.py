@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vecroute.ops.common import cdiv
-from vecroute.ops.products import HALVES
+from vecroute.ops.matmul import HALVES
 
 
 @triton.jit

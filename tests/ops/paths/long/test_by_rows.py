@@ -9,7 +9,8 @@ import vecroute as vr
 from tests.helpers.constants import named_constants
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_layer_as_good
-from vecroute.ops import arrange, input_gradient, products
+from vecroute.ops import matmul
+from vecroute.ops.paths.long import arrange, by_rows
 
 GPU = pytest.mark.gpu
 SIZES = [  # n_inp, d_inp, n_out, n_iters
@@ -26,9 +27,9 @@ def calls(monkeypatch, tf32):
     """On a GPU, in tf32, the kernel for layers however short: an entry for each call."""
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
-    calls, multiply = [], input_gradient.input_gradient
-    monkeypatch.setattr(products, "HALVES_ROWS", 1)
-    monkeypatch.setattr(input_gradient, "input_gradient", lambda *a: (calls.append(1), multiply(*a))[1])
+    calls, multiply = [], by_rows.input_gradient
+    monkeypatch.setattr(matmul, "HALVES_ROWS", 1)
+    monkeypatch.setattr(by_rows, "input_gradient", lambda *a: (calls.append(1), multiply(*a))[1])
     with torch.device("cuda"):
         yield calls
 
@@ -40,20 +41,20 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
 
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
 def test_shared_memory_is_as_large_as_the_kernel_divides(waiting, n_out, device):
-    sizes = input_gradient.of_one(waiting, n_out)
+    sizes = by_rows.of_one(waiting, n_out)
     given = {"WAITING": waiting, "N_OUT": n_out, "N_LAST": sizes.n_last, "BATCH": 0}
     given |= {"STAGES": sizes.stages, "COLUMNS": sizes.columns}
-    constants = named_constants("input_gradient.cu", given)
-    assert input_gradient.shared_bytes(sizes) == constants["BARRIERS"] + 2 * sizes.stages * 8
-    assert input_gradient.stage_bytes(sizes) == constants["STAGE"]
+    constants = named_constants("by_rows.cu", given)
+    assert by_rows.shared_bytes(sizes) == constants["BARRIERS"] + 2 * sizes.stages * 8
+    assert by_rows.stage_bytes(sizes) == constants["STAGE"]
     M, weights = torch.zeros(constants["N_PAIRS"], sizes.columns), torch.ones(constants["N_PAIRS"], 1)
     assert arrange.by_columns(M, weights).numel() * 2 == constants["STAGE"]
     for name in ("GROUPS", "ROWS"):
-        assert constants[name] == getattr(input_gradient, name)
+        assert constants[name] == getattr(by_rows, name)
 
 
 def test_source_has_the_sizes():
-    source = input_gradient.source(input_gradient.of_one(1, 100))
+    source = by_rows.source(by_rows.of_one(1, 100))
     assert "constexpr int WAITING = 1, N_OUT = 100, N_LAST = 100;" in source
     assert re.search(r"m64n64k16.f32.f16.f16 {.*%31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;", source)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from vecroute.ops import rounded_product
+from vecroute.ops.paths.long import rounded
 from vecroute.ops.problem import Problem
 
 # The blocks of ``fused_halves``, found by trial on one H200 for 1,000,000 rows.
@@ -22,7 +22,7 @@ def multiplier(p: Problem, M: Tensor, bias: Tensor | None, out: Tensor) -> Calla
     Args: M [b or 1, q, d], and a bias [q] or None.
     """
     if out.dtype == torch.bfloat16 and p.operand_dtype == p.dtype:
-        return rounded_product.multiplier(M, p.n_out, out)
+        return rounded.multiplier(M, p.n_out, out)
     b, M_T = len(out), M.to(p.operand_dtype).expand(len(out), -1, -1).mT  # [b, d, q]
     if p.operand_dtype != p.dtype or has_kernel(p, p.x_inp, out):
 
@@ -44,12 +44,12 @@ def multiplier(p: Problem, M: Tensor, bias: Tensor | None, out: Tensor) -> Calla
 
 def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Batched a @ b, in p.dtype if out has no other, its operands rounded where that is faster."""
-    rounded, dtype = p.operand_dtype, p.dtype if out is None else out.dtype
-    a, b = a.to(rounded), b.to(rounded)
+    operand, dtype = p.operand_dtype, p.dtype if out is None else out.dtype
+    a, b = a.to(operand), b.to(operand)
     if has_kernel(p, a, *([] if out is None else [out])):
         out = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out  # [b, i, j]
         return multiply_rows(out, a, b, fresh=True)
-    if rounded == dtype:
+    if operand == dtype:
         return torch.bmm(a, b, out=out)
     if a.is_cuda:
         return torch.bmm(a, b, out_dtype=dtype, out=out)
@@ -72,8 +72,8 @@ def accumulate_over_inputs(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh:
     elif fresh and out.dtype == p.dtype:
         product(p, a, b, out)
     elif a.is_cuda and out.dtype == p.dtype:
-        rounded = p.operand_dtype
-        torch.baddbmm(out, a.to(rounded), b.to(rounded), out_dtype=out.dtype, out=out)
+        operand = p.operand_dtype
+        torch.baddbmm(out, a.to(operand), b.to(operand), out_dtype=out.dtype, out=out)
     else:
         add(out, product(p, a, b), fresh)
 
@@ -132,7 +132,7 @@ def has_kernel(p: Problem, *tensors: Tensor) -> bool:
 
 
 def multiply_rows(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> Tensor:
-    from vecroute.ops.fused_product import rows_times
+    from vecroute.ops.backends.fused.product import rows_times
 
     return rows_times(a, b.mT.contiguous(), out, fresh)
 

@@ -5,24 +5,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vecroute.ops import fused_halves, fused_rows, input_gradient
-from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
-from vecroute.ops.common import cdiv, next_power_of_2
-from vecroute.ops.fused_activations import activations_backward_kernel, activations_kernel
-from vecroute.ops.fused_matrix import shared_rows as shared_rows
-from vecroute.ops.fused_matrix import shared_rows_backward as shared_rows_backward
-from vecroute.ops.fused_matrix import stacked as stacked
-from vecroute.ops.fused_pairs import (
+from vecroute.ops.backends.fused.activations import activations_backward_kernel, activations_kernel
+from vecroute.ops.backends.fused.matrix import shared_rows as shared_rows
+from vecroute.ops.backends.fused.matrix import shared_rows_backward as shared_rows_backward
+from vecroute.ops.backends.fused.matrix import stacked as stacked
+from vecroute.ops.backends.fused.pair_kernels import (
     coefficients_backward_kernel,
     coefficients_kernel,
     in_units,
     sum_samples_kernel,
     triton_dtype,
 )
-from vecroute.ops.fused_product import rows_times
-from vecroute.ops.fused_sums import summer as summer
+from vecroute.ops.backends.fused.product import rows_times
+from vecroute.ops.backends.fused.sums import summer as summer
+from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
+from vecroute.ops.common import cdiv, next_power_of_2
+from vecroute.ops.matmul import accumulate, has_kernel
+from vecroute.ops.paths import wide
+from vecroute.ops.paths.long import by_rows, halves
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import accumulate, has_kernel
 
 
 def blocks_of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[str, int]:
@@ -79,7 +80,7 @@ def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, room: Room) 
 def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dtype, room: Room):
     """As ``chunked.coefficients``."""
     if dtype != p.dtype:
-        return fused_rows.coefficients(p, like, dot, f, dtype, room)
+        return wide.coefficients(p, like, dot, f, dtype, room)
     b, i = like.shape
     phi = to_be_summed(p, "phi", like, f, room)  # [b, i, j]
     linear = a if dot is None else dot  # [b, i, 1 to 8 or j]
@@ -112,7 +113,7 @@ def coefficients_backward(
     stored = fresh or (c is None and b > 1)
     to_sum = results[..., p.width :]  # [b, i, q - j]
     if pairs.dtype != p.dtype and not into.halved:
-        launch = fused_rows.backward(p, like, pairs, columns, f, grad_s, grad_f, of_pairs, stored)
+        launch = wide.backward(p, like, pairs, columns, f, grad_s, grad_f, of_pairs, stored)
     else:
         if c is None and not first:
             to_sum = to_be_summed(p, "grad_dot", like, f if into.halved else results, room)  # [b, i, j]
@@ -169,7 +170,7 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
     if into.halved:
         waiting, top = into.place[0, chunk.rows, : into.n_waiting], into.top[1:, chunk.rows]  # [i, w], [t, i]
         tensors = p.w.W_A[chunk.rows], into.grad_x[0, chunk.rows], grads["W_A"][chunk.rows]  # [i, d] each
-        multiply = input_gradient.input_gradient if into.by_rows else fused_halves.input_gradient
+        multiply = by_rows.input_gradient if into.by_rows else halves.input_gradient
         multiply(waiting, pairs[0], M if into.by_rows else M[0], top, x[0], *tensors, grad_a[0])
         return
     (b, i, d), fresh = x.shape, chunk.samples.start == 0

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vecroute.ops.backends.fused.pair_kernels import sum_samples_kernel, triton_dtype
 from vecroute.ops.common import cdiv, multiple_of_8, next_power_of_2
-from vecroute.ops.fused_pairs import sum_samples_kernel, triton_dtype
 from vecroute.ops.problem import Grads, Problem
 
 BLOCKS = {"BLOCK_Q": 32, "BLOCK_D": 32}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vecroute.ops import arrange
+from vecroute.ops.paths.long import arrange
 
 pytestmark = pytest.mark.usefixtures("device")
 

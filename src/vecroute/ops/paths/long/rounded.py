@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops import hopper
 from vecroute.ops.common import cdiv, multiple_of_8
+from vecroute.ops.paths.long import hopper
 from vecroute.ops.problem import Problem
 
 GROUPS, ROWS, FEATURES, STAGES = 2, 64, 64, 3
@@ -41,7 +41,7 @@ def multiplier(M: Tensor, n_out: int, out: Tensor) -> Callable[[Tensor], object]
 
     Args: M [1, q, d], with one or two rows for each output.
     """
-    from vecroute.ops.arrange import by_features  # Triton, which this file else does without
+    from vecroute.ops.paths.long.arrange import by_features  # Triton, which this file else does without
 
     _, n, q = out.shape
     launch, arranged = kernel(n_out, q // n_out, out.device), by_features(M[0], n_out)
@@ -70,7 +70,7 @@ def source(n_out: int, parts: int) -> str:
     """The kernel for sizes that it has as constants."""
     constants = f"constexpr int N_OUT = {n_out}, PARTS = {parts};\n"
     multiply = hopper.multiplication("product_mma", cdiv(n_out, 8) * parts, dtype="bf16")
-    return hopper.source("rounded_product.cu", constants, multiply)
+    return hopper.source("rounded.cu", constants, multiply)
 
 
 def shared_bytes(n_out: int, parts: int) -> int:

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 import vecroute as vr
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import twin, upstream
-from vecroute.ops import Tuning, fused_norm, fused_steps
+from vecroute.ops import Tuning
 from vecroute.ops.autograd import operator_arguments, problem
+from vecroute.ops.backends.fused import norm as fused_norm
+from vecroute.ops.backends.fused import steps as fused_steps
 from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.problem import Grads, Problem
 

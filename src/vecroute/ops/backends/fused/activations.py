@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from vecroute.ops.fused_pairs import add_to
+from vecroute.ops.backends.fused.pair_kernels import add_to
 
 
 @triton.jit

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops import input_gradient
 from vecroute.ops.chunks import Chunk, Room
 from vecroute.ops.columns import Columns, new_matrix
 from vecroute.ops.common import multiple_of_8
+from vecroute.ops.matmul import halves_of, has_halves, row_weights, widened
+from vecroute.ops.paths.long import by_rows
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import halves_of, has_halves, row_weights, widened
 
 # Up to so many bytes, and twice ``Tuning.keep_bytes``, ``fused`` has memory for all pairs of a backward,
 # which then wait nowhere else.
@@ -55,7 +55,7 @@ class InputGradient:
         self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
         self.aside = aside and self.waits  # in grad_W_A
         self.halved = self.aside and has_halves(p, self.n_waiting, self.grad_x, grad_W_A)
-        self.by_rows = self.halved and input_gradient.can_multiply(p, self.n_waiting)
+        self.by_rows = self.halved and by_rows.can_multiply(p, self.n_waiting)
         self.top = self.weights = None  # type: Any
         if self.halved:
             self.place = place.view(torch.float16)  # [1, i, 2 d]
@@ -139,7 +139,7 @@ class InputGradient:
                 M = torch.cat([M[0] for M in matrices])  # [w + j, d]
                 w = row_weights(M)  # [w + j, 1]
                 self.weights = w[-p.n_out :].flatten()  # [j]
-                return input_gradient.arranged(M, w)
+                return by_rows.arranged(M, w)
             weights = [row_weights(M) for M in matrices]  # [1, q, 1] each
             self.weights = weights[-1].flatten()  # [q]
             return halves_of(matrices, weights) if columns.first else matrices[0]

@@ -7,7 +7,8 @@ import vecroute as vr
 from tests.helpers.constants import named_constants
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_as_good, outcome, twin
-from vecroute.ops import arrange, products, rounded_product
+from vecroute.ops import matmul
+from vecroute.ops.paths.long import arrange, rounded
 
 GPU = pytest.mark.gpu
 SIZES = [  # n_inp, d_inp, n_out, n_iters
@@ -24,9 +25,9 @@ def calls(monkeypatch, tf32):
     """On a GPU the kernel for layers however short: an entry for each pass."""
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
-    calls, multiplier = [], rounded_product.multiplier
-    monkeypatch.setattr(products, "HALVES_ROWS", 1)
-    monkeypatch.setattr(rounded_product, "multiplier", lambda *a: (calls.append(1), multiplier(*a))[1])
+    calls, multiplier = [], rounded.multiplier
+    monkeypatch.setattr(matmul, "HALVES_ROWS", 1)
+    monkeypatch.setattr(rounded, "multiplier", lambda *a: (calls.append(1), multiplier(*a))[1])
     with torch.device("cuda"):
         yield calls
 
@@ -39,12 +40,12 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("n_out", [100, 64, 4])
 def test_shared_memory_is_as_large_as_the_kernel_divides(n_out, parts, device):
-    constants = named_constants("rounded_product.cu", {"N_OUT": n_out, "PARTS": parts})
-    assert rounded_product.shared_bytes(n_out, parts) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
+    constants = named_constants("rounded.cu", {"N_OUT": n_out, "PARTS": parts})
+    assert rounded.shared_bytes(n_out, parts) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
     assert arrange.by_features(torch.zeros(parts * n_out, 64), n_out).numel() * 2 == constants["STAGE"]
     assert constants["GROUP"] % 1024 == constants["OF_GROUP"] % 1024 == 0  # what the tensor cores read
     for name in ("GROUPS", "ROWS", "FEATURES", "STAGES"):
-        assert constants[name] == getattr(rounded_product, name)
+        assert constants[name] == getattr(rounded, name)
 
 
 @GPU
@@ -55,7 +56,7 @@ def test_shared_memory_is_as_large_as_the_kernel_divides(n_out, parts, device):
 def test_products_are_those_of_rounded_numbers(n, n_out, parts, d, calls):
     x, M = torch.randn(1, n, d + 4)[..., :d], torch.randn(1, parts * n_out, d)
     out = torch.full((1, n + 1, parts * n_out), 7.0, dtype=torch.bfloat16)
-    rounded_product.multiplier(M, n_out, out[:, :n])(x)
+    rounded.multiplier(M, n_out, out[:, :n])(x)
     expected = x.bfloat16().double() @ M.bfloat16().double().mT  # [1, n, q]
     torch.testing.assert_close(out[:, :n].double(), expected, rtol=2**-8, atol=1e-3)
     assert out[:, n].eq(7).all()

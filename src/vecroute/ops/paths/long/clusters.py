@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ops import hopper
 from vecroute.ops.common import cdiv, multiple_of_8
+from vecroute.ops.matmul import fits_descriptor, row_weights
+from vecroute.ops.paths.long import hopper
 from vecroute.ops.problem import Problem
-from vecroute.ops.products import fits_descriptor, row_weights
 
 D = 256  # features of a block
 MOST_OUTPUTS = 104  # as many as fit the registers

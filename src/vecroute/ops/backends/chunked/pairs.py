@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from vecroute.ops import products
+from vecroute.ops import matmul
 from vecroute.ops.chunks import Chunk, Room, of_chunk, use_of
 from vecroute.ops.columns import with_shared
+from vecroute.ops.matmul import accumulate, add
 from vecroute.ops.problem import Grads, Problem, over_samples
-from vecroute.ops.products import accumulate, add
 
 
 def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dtype, room: Room):
@@ -54,7 +54,7 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
 
 def summer(out: Tensor, values: Tensor):
     """What adds to out [b, j] the sum over k of values like the given, [b, j, k], or stores it if fresh."""
-    return products.summer(out, values.shape[-1])
+    return matmul.summer(out, values.shape[-1])
 
 
 def coefficients_backward(

@@ -22,7 +22,7 @@ def has_shared_bytes(n: int, device: torch.device) -> bool:
 
 def source(name: str, *definitions: str) -> str:
     """``hopper.cu``, some definitions, and a kernel that uses both."""
-    here = files("vecroute.ops")
+    here = files("vecroute.ops.paths.long")
     return "\n".join((here.joinpath("hopper.cu").read_text(), *definitions, here.joinpath(name).read_text()))
 
 

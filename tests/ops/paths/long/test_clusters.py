@@ -8,7 +8,7 @@ import vecroute as vr
 from tests.helpers.constants import named_constants
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_as_good, twin
-from vecroute.ops import clusters, hopper
+from vecroute.ops.paths.long import clusters, hopper
 
 GPU = pytest.mark.gpu
 CASES = [  # n_inp, n_out, d_inp, n_iters
