@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BROWSER := $(VENV)/.browser
+DOCS := $(VENV)/.docs
 
-.PHONY: test demo test-all test-gpu check format bench build clean
+.PHONY: test demo test-all test-gpu check format bench docs build clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -14,7 +15,7 @@ test: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/vecroute demo --out demo
 
-test-all: $(INSTALLED) $(BROWSER)
+test-all: $(INSTALLED) $(BROWSER) $(DOCS)
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
 
 test-gpu: $(INSTALLED)
@@ -40,6 +41,12 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/classifier.py --short --results $(BENCH)
 	$(BIN)/python benchmarks/plots.py --results $(BENCH)
 
+# The site, in build/site; a warning is an error. The variable silences a note on the next major version of MkDocs.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The site is in build/site: open build/site/index.html, or serve it with"
+	@echo "  $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
+
 build: $(INSTALLED)
 	$(BIN)/python -m build --no-isolation
 
@@ -54,6 +61,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(BROWSER): $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[browser]"
 	command -v chromium || (apt-get update && apt-get install --yes chromium) || echo "chromium cannot be installed"
+	touch $@
+
+$(DOCS): $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 clean:
