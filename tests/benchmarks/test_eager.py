@@ -2,15 +2,15 @@
 
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
-from test_benchmarks import OTHER_LAYER, empty, options, read
 
+from tests.benchmarks.test_benchmarks import OTHER_LAYER, empty, options, read
+from tests.helpers.paths import ROOT
 from vecroute.ops.checks import check_size
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import calls
 import common

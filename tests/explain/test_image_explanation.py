@@ -105,16 +105,16 @@ class TestOfAnImage:
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that is made."""
+    """The size in bytes of the largest tensor that is made."""
 
-    numel = 0
+    n_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor):
                 # What a view shows is not made.
-                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.n_bytes = max(self.n_bytes, tensor.untyped_storage().nbytes())
         return result
 
 
@@ -127,13 +127,13 @@ def test_one_class_of_a_thousand_takes_no_matrix_of_all(head):
         values, phi, base, scores = explain_hidden(made, hidden, [7])
     assert values.shape == phi.shape == (n_pos, depth, 1)
     torch.testing.assert_close(values.sum() + base[0], scores[0], rtol=1e-4, atol=1e-4)
-    assert one.numel < n_pos * depth * n_cls / 4
+    assert one.n_bytes < n_pos * depth * n_cls * hidden.element_size() / 4
     with torch.no_grad():
         every = made.route(hidden).phi.dense()  # [i, n_cls]
     torch.testing.assert_close(phi.flatten(), every[:, 7] / every.double().std(correction=0).float())
     with Largest() as dense, torch.no_grad():
         made.route(hidden).phi.dense()
-    assert dense.numel >= n_pos * depth * n_cls  # the check above can fail
+    assert dense.n_bytes >= n_pos * depth * n_cls * hidden.element_size()  # the check above can fail
 
 
 class TestRegions:
