@@ -28,7 +28,8 @@ from vecroute.ops.plan import Plan
 INPUT_GRADIENT = 64, 64, 4, 64, 3
 REGISTERS = {True: 128, False: 128}
 STAGES = {True: 3, False: 4}
-SUM_STAGES = 4
+SUM_STAGES = 4  # as many tiles as a sum over inputs loads ahead, if they fit into SHARED_BYTES
+SHARED_BYTES = 227 * 1024  # of shared memory that a program may have on a Hopper GPU
 TL = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -299,6 +300,9 @@ class Steps(Sizes):
         packed = self.packed and not whole
         tiles, n, n_parts = self.parts(columns, whole)
         block_q, block_d = sum_blocks(columns)
+        pairs, x_inp = self.dtypes("px")
+        tile_bytes = TILE * (block_q * pairs.itemsize + block_d * x_inp.itemsize)
+        stages = min(SUM_STAGES, SHARED_BYTES // tile_bytes)
         extra = EXTRA if whole else 0
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         parts = Launch(
@@ -306,7 +310,7 @@ class Steps(Sizes):
             self.dtypes("pxfffiiffff"),
             (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, EXTRA=extra,
             PACKED=self.packed,
-            UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=SUM_STAGES,
+            UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=stages,
             num_warps=8 if block_q > 64 or whole else 4, **self.precision,
         )  # fmt: skip
         n_sums = columns + extra
