@@ -1,9 +1,10 @@
 """How accurate are the heads on frozen encoders? ``python benchmarks/accuracy.py --data DATA --device cuda``.
 
-The hidden states of all depths are computed once. For every task and every head the same budget: 20
-configurations, each trained once, for a short time, and judged on the dev set; then the best one is trained
-with 5 seeds, and only these see the test set. Rows are appended to accuracy_search.csv, accuracy.csv and
-accuracy_differences.csv; ``--plot`` makes a table and a figure from them. corpora.py says what is in DATA.
+The hidden states of all depths are computed once. Every head has the same budget on every task. The search
+trains 20 configurations once each, for a short time, and scores them on the dev set. Then the best
+configuration is trained with 5 seeds, and only these 5 heads are scored on the test set. Rows are appended to
+accuracy_search.csv, accuracy.csv and accuracy_differences.csv. ``--plot`` makes a table and a figure from
+them. corpora.py describes the files in DATA.
 """
 
 import json
@@ -24,8 +25,8 @@ from stacked import Recipe, Stack, Training, as_means, as_vectors, first_positio
 from vecroute.encoders import TextEncoder, VisionEncoder
 
 SEEDS = 5
-ROUTING = {"implementation": "reference"}  # which can be stacked
-# Of each head two shapes, each with the share of inputs that it is trained without; ten recipes for each.
+ROUTING = {"implementation": "reference"}  # stacked.py uses vmap, which only the reference supports
+# Two shapes of each head, each with the share of inputs to drop in training. Each shape has ten recipes.
 SHAPES: dict[str, tuple[str, list[tuple[dict[str, Any], float]]]] = {
     "routing": ("routing", [(ROUTING, drop) for drop in (0.3, 0.6)]),
     "routing, wide": ("wide", [(ROUTING, drop) for drop in (0.3, 0.6)]),
@@ -42,18 +43,18 @@ SHAPES: dict[str, tuple[str, list[tuple[dict[str, Any], float]]]] = {
     "linear, mean of all": ("mean_all", [({}, 0.0)]),
     "linear, mean of last": ("mean_last", [({}, 0.0)]),
 }
-LINEAR = ("linear, mean of all", "linear, mean of last")  # of one shape, with twenty recipes
+LINEAR = ("linear, mean of all", "linear, mean of last")  # one shape each, with twenty recipes
 ON_IMAGES = ("routing", "routing, wide", "probe", "probe, MLPs", *LINEAR)
-BY_DEPTH = ("scalar mix", "mean of all", "mean of last", "CLS")  # heads to which depths are not alike
+BY_DEPTH = ("scalar mix", "mean of all", "mean of last", "CLS")  # heads that treat each depth differently
 RECIPES = [
     Recipe(lr=lr, weight_decay=decay, label_smoothing=smoothing)
     for lr in (5e-4, 1e-3, 2e-3)
     for decay, smoothing in ((0.05, 0.0), (0.05, 0.1), (0.5, 0.1))
 ] + [Recipe(lr=3e-3, weight_decay=0.5, label_smoothing=0.1)]
-# Linear probes have one shape alone, and learn at higher rates too, for longer.
+# Linear probes also try ten times higher learning rates, and train four times as long.
 LINEAR_RECIPES = [replace(recipe, lr=10 * recipe.lr) for recipe in RECIPES]
 LINEAR_EPOCHS = 4
-# The search makes do with less.
+# The search trains for fewer epochs than the final runs.
 SEARCH = {
     "sst2": Training(epochs=2, batch_size=256),
     "sst5": Training(epochs=1, batch_size=256),
@@ -73,12 +74,12 @@ class Job:
     """A stack of heads to train: one shape, several recipes."""
 
     task: str
-    label: str  # of the head, as in SHAPES
+    label: str  # the head, a key of SHAPES
     name: str
     options: dict[str, Any]
     recipes: list[Recipe]
     training: Training
-    test: bool = False  # whether to predict the test set too
+    test: bool = False  # True to predict the test set too
 
     def __str__(self) -> str:
         return f"{self.task} {self.label} {json.dumps(self.options)} x {len(self.recipes)}"
@@ -91,7 +92,7 @@ class Done:
     test: np.ndarray | None
     parameters: int
     seconds: float
-    weights: dict[str, np.ndarray] | None = None  # [m, ...] each, of what has seen the test set
+    weights: dict[str, np.ndarray] | None = None  # [m, ...] each, only for jobs with test=True
 
 
 def run_job(job: Job, splits: dict[str, Packed]) -> Done:
@@ -117,7 +118,7 @@ def run_job(job: Job, splits: dict[str, Packed]) -> Done:
 
 
 def work(splits: dict[str, Packed], jobs: Any, results: Any, share: float) -> None:
-    """Take jobs until there are none, in a process of its own with a share of the GPU's memory."""
+    """Run jobs until None arrives. Runs in a separate process with a share of the GPU memory."""
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(share)
@@ -125,7 +126,7 @@ def work(splits: dict[str, Packed], jobs: Any, results: Any, share: float) -> No
     while (job := jobs.get()) is not None:
         try:
             results.put(run_job(job, splits))
-        except Exception as error:  # the others go on
+        except Exception as error:  # one failed job must not stop the others
             results.put((job, f"{type(error).__name__}: {error}"))
 
 
@@ -154,7 +155,7 @@ class Workers:
             process.join()
 
     def run(self, jobs: list[Job]) -> Iterator[Done]:
-        """What comes of the jobs, as they end; a failed one is told and left out."""
+        """Yield the results in the order in which jobs end. Failed jobs are printed and left out."""
         for job in jobs:
             self.jobs.put(job)
         for _ in jobs:
@@ -167,7 +168,7 @@ class Workers:
 
 
 def search_jobs(task: str, labels: list[str], recipes: list[Recipe], n_shapes: int) -> list[Job]:
-    """The configurations of some heads. Each has a seed of its own, the same for every head."""
+    """Return the configurations of some heads. Each has its own seed. All heads use the same seeds."""
     jobs = []
     for label in labels:
         name, shapes = SHAPES[label]
@@ -179,13 +180,13 @@ def search_jobs(task: str, labels: list[str], recipes: list[Recipe], n_shapes: i
 
 
 def training_of(training: Training, label: str, drop: float) -> Training:
-    """The training of a head, out of SEARCH or FINAL."""
+    """Adapt an entry of SEARCH or FINAL to one head."""
     epochs = training.epochs * (LINEAR_EPOCHS if label in LINEAR else 1)
     return replace(training, epochs=epochs, drop=drop)
 
 
 def final_jobs(found: list[dict[str, Any]], jobs: list[Job], seeds: int = SEEDS) -> list[Job]:
-    """The best configuration of every head on the dev set, with as many seeds as there are."""
+    """Return jobs that train the best configuration of every head on the dev set with several seeds."""
     finals = []
     for label in dict.fromkeys(row["head"] for row in found):
         best = max(
@@ -199,12 +200,12 @@ def final_jobs(found: list[dict[str, Any]], jobs: list[Job], seeds: int = SEEDS)
 
 
 def described(job: Job) -> dict[str, str]:
-    """The columns by which one stack of a head is told from another."""
+    """Return the columns that identify a stack among the stacks of the same head."""
     return {"options": json.dumps(job.options), "training": json.dumps(asdict(job.training))}
 
 
 def rows_of(done: Done, splits: dict[str, Packed]) -> Iterator[dict[str, Any]]:
-    """A row for each head of a stack."""
+    """Yield a row for each head of a stack."""
     for k, recipe in enumerate(done.job.recipes):
         row = {
             "task": done.job.task,
@@ -226,16 +227,19 @@ def rows_of(done: Done, splits: dict[str, Packed]) -> Iterator[dict[str, Any]]:
 
 
 def top_5(p: np.ndarray, label: np.ndarray) -> float | None:
-    """How often the label [n] is among the five most probable classes by p [n, n_cls], if there are more."""
+    """Return how often the label [n] is among the five most probable classes of p [n, n_cls].
+
+    None if there are at most five classes.
+    """
     if p.shape[-1] <= 5:
         return None
     return float((p.argsort(-1)[:, -5:] == label[:, None]).any(-1).mean())
 
 
 def differences(task: str, finals: list[Done], label: np.ndarray, n: int = 2000) -> list[dict[str, Any]]:
-    """By how much routing is more accurate than each other head on the test set: bootstrap over the texts.
+    """Compare routing with each other head: the difference in test accuracy, with a bootstrap over texts.
 
-    Each head counts with its mean over the seeds.
+    The accuracy of a head on a text is the mean over the seeds.
     """
     right = {done.job.label: (done.test.argmax(-1) == label).mean(0) for done in finals}  # [n_texts] each
     drawn = np.random.default_rng(0).integers(0, len(label), (n, len(label)))  # [n, n_texts]
@@ -251,7 +255,7 @@ def differences(task: str, finals: list[Done], label: np.ndarray, n: int = 2000)
 
 
 def load_splits(task: str, names: list[str], options: Any) -> dict[str, Packed]:
-    """The hidden states of a task, of token ids that an earlier run left in --tokens if they are there."""
+    """Return the hidden states of a task. Token ids come from the folder --tokens if it has them."""
     if task in corpora.IMAGES:
         return load_images(names, options)
     encoder = TextEncoder(
@@ -271,7 +275,7 @@ def load_splits(task: str, names: list[str], options: Any) -> dict[str, Packed]:
 
 
 def load_images(names: list[str], options: Any) -> dict[str, Packed]:
-    """The hidden states of CIFAR-10."""
+    """Return the hidden states of CIFAR-10."""
     if options.data is None:
         raise SystemExit("--data must name the folder of the images")
     on_gpu = common.is_cuda(options.device)
@@ -287,7 +291,7 @@ def load_images(names: list[str], options: Any) -> dict[str, Packed]:
 
 
 def save(done: Done, folder: Path) -> None:
-    """Keep the weights of a routing head, of three seeds: TASK.npz of the default one, TASK-wide.npz."""
+    """Save the weights of three seeds of a routing head: TASK.npz (default head) or TASK-wide.npz."""
     name = {"routing": done.job.task, "routing, wide": f"{done.job.task}-wide"}
     if done.job.label in name:
         folder.mkdir(parents=True, exist_ok=True)
@@ -295,7 +299,7 @@ def save(done: Done, folder: Path) -> None:
 
 
 def run_task(task: str, options: Any, recipes: list[Recipe], seeds: int) -> None:
-    """Search, choose on the dev set, train with several seeds, test."""
+    """Search, choose on the dev set, train with several seeds, and test."""
     about, started = common.about(options.device), time.perf_counter()
     splits = load_splits(task, ["train", "dev", "test"], options)
     print(f"{time.perf_counter() - started:6.1f} s  {task}: {len(splits['train'])} samples", flush=True)
@@ -324,17 +328,17 @@ def run_task(task: str, options: Any, recipes: list[Recipe], seeds: int) -> None
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--data", type=Path, help="folder of the texts and images")
-    parser.add_argument("--tokens", type=Path, help="folder to keep token ids in, of one encoder")
-    parser.add_argument("--encoder", help="minilm for texts, vit-cifar10 for images, if none is named")
+    parser.add_argument("--data", type=Path, help="folder with the texts and images")
+    parser.add_argument("--tokens", type=Path, help="folder that stores token ids, for one encoder only")
+    parser.add_argument("--encoder", help="default: minilm for texts, vit-cifar10 for images")
     parser.add_argument("--tasks", nargs="+", choices=corpora.TASKS, default=list(corpora.TASKS))
-    parser.add_argument("--heads", nargs="+", choices=SHAPES, help="all, or those made for images")
-    parser.add_argument("--shapes", type=int, default=2, help="search so many shapes of each head only")
-    parser.add_argument("--workers", type=int, default=3, help="processes that train at a time")
-    parser.add_argument("--limit", type=int, help="use so many samples of each split only")
-    parser.add_argument("--save", type=Path, help="folder for the weights of routing, of three seeds")
+    parser.add_argument("--heads", nargs="+", choices=SHAPES, help="default: all heads that suit the task")
+    parser.add_argument("--shapes", type=int, default=2, help="number of shapes of each head to search")
+    parser.add_argument("--workers", type=int, default=3, help="number of processes that train")
+    parser.add_argument("--limit", type=int, help="number of samples of each split to use")
+    parser.add_argument("--save", type=Path, help="folder for the weights of the routing heads, three seeds")
     parser.add_argument(
-        "--plot", action="store_true", help="only make the table and the figure from the rows"
+        "--plot", action="store_true", help="train nothing, make the table and the figure from the rows"
     )
     options = parser.parse_args(arguments)
     if options.plot:

@@ -1,4 +1,4 @@
-"""What the rows of accuracy.csv say, as a table and a figure: ``python benchmarks/accuracy.py --plot``."""
+"""Summarise accuracy.csv as a table and a figure: ``python benchmarks/accuracy.py --plot``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,14 +9,15 @@ import corpora
 import pandas
 from scipy import stats
 
-OURS = ("routing", "routing, wide")  # the first of them that a task has is compared with the others
+OURS = ("routing", "routing, wide")  # the first one that a task has is compared with the other heads
 
 
 def summarize(rows: pandas.DataFrame) -> list[dict[str, Any]]:
-    """For each task and head the test accuracy in %, and by how much routing is ahead.
+    """Return a row for each task and head: its test accuracy in %, and the lead of routing over it.
 
-    mean and spread (standard deviation) are over the seeds, ahead is the difference of two means, low and
-    high its 95 % interval by Welch's t. The best head comes first.
+    ``mean`` and ``spread`` (standard deviation) are over the seeds. ``ahead`` is the mean of routing minus
+    the mean of the head, ``low`` and ``high`` are its 95 % interval by Welch's t-test. The best head comes
+    first.
     """
     summary = []
     for task, own in rows.groupby("task", sort=False):
@@ -35,7 +36,7 @@ def summarize(rows: pandas.DataFrame) -> list[dict[str, Any]]:
 
 
 def make_summary(results: Path, order: Sequence[str]) -> None:
-    """accuracy_summary.csv and accuracy.png, of the rows of all seeds."""
+    """Write accuracy_summary.csv and accuracy.png from the rows of all seeds."""
     rows = pandas.read_csv(results / "accuracy.csv")
     path = results / "accuracy_summary.csv"
     path.unlink(missing_ok=True)
@@ -44,7 +45,7 @@ def make_summary(results: Path, order: Sequence[str]) -> None:
 
 
 def plot(rows: pandas.DataFrame, order: Sequence[str], results: Path) -> None:
-    """accuracy.png: the test accuracy of every head on every task, a dot for each seed."""
+    """Write accuracy.png: the test accuracy of every head on every task, with a dot for each seed."""
     import matplotlib.pyplot as plt
 
     tasks = [task for task in corpora.TASKS if task in set(rows.task)]

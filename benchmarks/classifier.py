@@ -1,9 +1,9 @@
-"""What a text classifier costs: ``python benchmarks/classifier.py [--device cuda]``.
+"""Measure the speed of a text classifier: ``python benchmarks/classifier.py [--device cuda]``.
 
-1. An epoch of training the demo's head on cached hidden states, and with the encoder in the loop.
-2. Texts per second: the encoder alone, all hidden states and nothing else, and ``predict_proba``.
+1. One epoch of training the demo's head: from cached hidden states, and with the encoder in every step.
+2. Texts per second: the encoder alone (all hidden states), and ``predict_proba``.
 
-Both on the demo's sentences, by default with the encoder "minilm". Rows are appended to classifier.csv.
+Both use the sentences of the demo, by default with the encoder "minilm". Rows are appended to classifier.csv.
 """
 
 import tempfile
@@ -32,7 +32,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 def epoch(encoder: TextEncoder, texts: list[str], targets: torch.Tensor, device: str) -> list[Row]:
-    """Seconds of one epoch each way, the best of four that take turns, after a warm-up."""
+    """Measure one epoch each way: the best of four runs, which alternate, after a warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         cached = Features(encoder, texts, FeatureCache(folder, encoder.key))
         filling = seconds(cached.prepare, device)
@@ -61,7 +61,7 @@ def epoch(encoder: TextEncoder, texts: list[str], targets: torch.Tensor, device:
 def throughput(
     encoder: TextEncoder, texts: list[str], labels: list[str], device: str, rounds: int
 ) -> list[Row]:
-    """Texts per second, the best of some rounds that take turns."""
+    """Measure texts per second: the best of some rounds, which alternate."""
     classifier = vr.RoutingClassifier(encoder, max_epochs=1, cache=False, device=device)
     classifier.fit(texts[:64], labels[:64])
 
@@ -85,7 +85,9 @@ def throughput(
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--encoder", default="minilm", help="name, or folder with its weights")
+    parser.add_argument(
+        "--encoder", default="minilm", help="name of an encoder, or a folder with its weights"
+    )
     options = parser.parse_args(arguments)
     table = sentence_polarity().sample(frac=1, random_state=0)
     n = 64 if options.short else 2048

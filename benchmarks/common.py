@@ -1,4 +1,4 @@
-"""What the benchmarks share: layers to measure, time, peak memory, ceilings of the device, rows."""
+"""Functions that the benchmarks share: layers, timing, peak memory, limits of the device, result rows."""
 
 import argparse
 import csv
@@ -28,27 +28,29 @@ import vecroute as vr
 
 RESULTS = Path(__file__).parent / "results"
 MB = 2**20
-MODES = ("fp32", "tf32", "bf16", "bf16-stored")  # bf16: autocast; bf16-stored: inputs and parameters too
+MODES = ("fp32", "tf32", "bf16", "bf16-stored")  # bf16 uses autocast; bf16-stored stores all in bfloat16
 IMPLEMENTATIONS = ("reference", "chunked", "fused")
 WHICH = ("forward", "both")
-# What is large enough to reach the ceilings: the order of the factors of a product, the elements of a copy.
+# Sizes large enough to reach the limits of the device: rows of a matrix product, elements of a copy.
 N_MATMUL = {"cuda": 8192, "cpu": 2048}
 N_COPY = {"cuda": 2**30, "cpu": 2**26}
 
 Name = TypeVar("Name", bound=Hashable)
-Run = Callable[[], object]  # a pass
-Build = Callable[..., tuple[nn.Module, Tensor]]  # build(tiny=False): a model, and an input with gradient
+Run = Callable[[], object]  # runs one pass
+Build = Callable[
+    ..., tuple[nn.Module, Tensor]
+]  # build(tiny=False) returns a model and an input with gradient
 
 
 def is_cuda(device: str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-# What is measured
+# Models and passes
 
 
 def routing(case: Case, implementation: str, against: Path | None, device: str) -> nn.Module:
-    """A layer of the sizes of case; that of the file ``against`` if the implementation is "official"."""
+    """Build a layer with the sizes of case. "official" takes the layer of the file ``against``."""
     sizes = {"n_out": case.n_out, "d_inp": case.d_inp, "d_out": case.d_out, "n_iters": case.n_iters}
     if implementation != "official":
         n_inp = None if case.variable else case.n_inp
@@ -61,7 +63,7 @@ def routing(case: Case, implementation: str, against: Path | None, device: str) 
 
 
 def element_type(mode: str) -> torch.dtype:
-    """Of inputs and parameters."""
+    """Return the dtype of inputs and parameters."""
     return torch.bfloat16 if mode == "bf16-stored" else torch.float32
 
 
@@ -71,7 +73,7 @@ def random_input(shape: tuple[int, ...], mode: str, device: str) -> Tensor:
 
 @contextmanager
 def product_precision(mode: str) -> Iterator[None]:
-    """IEEE float32 products in the mode fp32, tf32 in the others: in those of bf16, what autocast leaves."""
+    """Use IEEE float32 products in mode fp32, else tf32 (in bf16 for products that autocast skips)."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "ieee" if mode == "fp32" else "tf32"
     try:
@@ -86,7 +88,7 @@ def autocast(mode: str, device: str) -> torch.autocast:
 
 
 def passes(model: nn.Module, x_inp: Tensor, mode: str, device: str) -> dict[str, Run]:
-    """What is measured: ``forward``, with its graph, and ``both``, which makes every gradient anew."""
+    """Return the passes to measure: ``forward`` builds a graph, ``both`` also computes every gradient."""
     grad: list[Tensor] = []
 
     def forward() -> None:
@@ -106,7 +108,7 @@ def passes(model: nn.Module, x_inp: Tensor, mode: str, device: str) -> dict[str,
 
 
 def launches(build: Build, mode: str, device: str) -> dict[str, tuple[nn.Module, Tensor, dict[str, Run]]]:
-    """The ways to launch a model, with its input and passes: "eager", and on a GPU "captured"."""
+    """Return a model, its input and its passes for each way to launch it: "eager", on a GPU "captured"."""
     ways = {}
     for way in ("eager", "captured") if is_cuda(device) else ("eager",):
         model, x_inp = build()
@@ -118,18 +120,18 @@ def launches(build: Build, mode: str, device: str) -> dict[str, tuple[nn.Module,
 
 
 def captured(run: Run) -> Run:
-    """A pass as one CUDA graph: the host starts all of it by one call."""
+    """Capture a pass as a CUDA graph, which the host starts with one call."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            run()  # what is set up once is set up before
+            run()  # one-time setup must happen before the capture
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
 
-    def replay(reads: Run = run) -> None:  # as long as there is a graph, there must be what it reads
+    def replay(reads: Run = run) -> None:  # the default keeps the tensors that the graph reads alive
         graph.replay()
 
     return replay
@@ -139,10 +141,11 @@ def captured(run: Run) -> Run:
 
 
 def time_ms(runs: dict[Name, Run], device: str, seconds: float, rounds: int = 50) -> dict[Name, float]:
-    """The median time of each run after two of warm-up, over 3 to ``rounds`` rounds in about ``seconds``.
+    """Return the median time of each run, after two warm-up runs, from 3 to ``rounds`` rounds.
 
-    On the CPU the runs take turns, so that what else the machine does weighs on all alike. On a GPU each run
-    is queued again and again, as in training: its time is that between the ends of one and of the next.
+    All rounds of a run take about ``seconds``. On the CPU the runs alternate, so that other load on the
+    machine affects all of them equally. On a GPU each run is queued repeatedly, as in training, and its time
+    is the interval between the ends of two consecutive runs.
     """
     groups = [[name] for name in runs] if is_cuda(device) else [list(runs)]
     medians = {}
@@ -172,7 +175,7 @@ def now(device: str) -> float | torch.cuda.Event:
 
 
 def between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    """Milliseconds."""
+    """Return the milliseconds from start to end."""
     if isinstance(end, float):
         return 1000 * (end - start)
     end.synchronize()
@@ -183,7 +186,7 @@ def between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> f
 
 
 class Peak:
-    """``with Peak(device) as peak``: then peak.mb is the most memory in use within, beyond that before."""
+    """``with Peak(device) as peak``: afterwards peak.mb is the peak memory minus the memory at the start."""
 
     def __init__(self, device: str):
         self.cuda = is_cuda(device)
@@ -192,7 +195,7 @@ class Peak:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # makes the peak of resident memory start anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
         self.before = torch.cuda.memory_allocated() if self.cuda else resident("VmRSS")
         return self
 
@@ -202,30 +205,30 @@ class Peak:
 
 
 def resident(key: str) -> int:
-    """Bytes of this process in memory, now (VmRSS) or at most (VmHWM)."""
+    """Return the resident memory of this process in bytes, current (VmRSS) or peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def count(model: nn.Module) -> int:
-    """Parameters."""
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def size_mb(model: nn.Module, x_inp: Tensor) -> float:
-    """Of the input and the parameters; their gradients take as much again."""
+    """Return the size of the input and the parameters. Their gradients take the same size again."""
     return sum(tensor.nbytes for tensor in (x_inp, *model.parameters())) / MB
 
 
 def peaks_mb(build: Build, model: nn.Module, x_inp: Tensor, mode: str, device: str) -> dict[str, float]:
-    """Peak memory of each pass, input and parameters (those of build) included.
+    """Return the peak memory of each pass, including the input and the parameters of the model.
 
-    On a GPU of tensors allocated, on the CPU of a fresh process each, that had run before at tiny size only.
-    Not a number where the system does not tell.
+    On a GPU this is the memory of allocated tensors. On the CPU each pass runs in a new process, which first
+    runs it at a tiny size. NaN if the system does not report memory.
     """
     if is_cuda(device):
         for run in passes(model, x_inp, mode, device).values():
-            run()  # sets up what is set up once: kernels and what it takes to choose them
+            run()  # one-time setup: compile kernels and choose among them
         growth = {which: growth_mb(model, x_inp, which, mode, device) for which in WHICH}
     elif Path("/proc/self/clear_refs").exists():
         growth = {which: in_fresh_process(fresh_growth_mb, build, which, mode) for which in WHICH}
@@ -244,12 +247,12 @@ def growth_mb(model: nn.Module, x_inp: Tensor, which: str, mode: str, device: st
 
 def fresh_growth_mb(build: Build, which: str, mode: str) -> float:
     for run in passes(*build(tiny=True), mode, "cpu").values():
-        run()  # loads what is loaded once: code, threads, buffers of libraries
+        run()  # one-time setup: code, threads, buffers of libraries
     return growth_mb(*build(), which, mode, "cpu")
 
 
 def in_fresh_process(function: Callable, *arguments: object) -> float:
-    """function(*arguments) in a process of its own, forked from one that has only imported its modules."""
+    """Call a function in a new process, forked from a process that has only imported the modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "vecroute", "common"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -257,7 +260,7 @@ def in_fresh_process(function: Callable, *arguments: object) -> float:
 
 
 def available_mb(device: str) -> float:
-    """Memory left; without bound where the system does not tell."""
+    """Return the available memory, or infinity if the system does not report it."""
     if is_cuda(device):
         gc.collect()
         torch.cuda.empty_cache()
@@ -267,25 +270,25 @@ def available_mb(device: str) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable")), math.inf)
 
 
-# Ceilings
+# Limits of the device
 
 
 def matmul(mode: str, device: str) -> tuple[Callable[[], object], int]:
-    """A large product in the precision of mode, for within ``product_precision``, and its FLOPs."""
+    """Return a large matrix product and its FLOPs. Run it inside ``product_precision(mode)``."""
     n = N_MATMUL[torch.device(device).type]
     a, b = torch.randn(2, n, n, device=device, dtype=torch.float32 if "32" in mode else torch.bfloat16)
     return lambda: torch.mm(a, b), 2 * n**3
 
 
 def matmul_rate(mode: str, device: str) -> float:
-    """FLOPs per second of a large product."""
+    """Return the FLOPs per second of a large matrix product."""
     run, flops = matmul(mode, device)
     with product_precision(mode):
         return 1000 * flops / time_ms({"matmul": run}, device, 0.5)["matmul"]
 
 
 def copy_rate(device: str) -> float:
-    """Bytes per second, read and written, of a large copy."""
+    """Return the bytes per second, read plus written, of a large copy."""
     source = torch.ones(N_COPY[torch.device(device).type], device=device)
     target = torch.empty_like(source)
     return 2000 * source.nbytes / time_ms({"copy": lambda: target.copy_(source)}, device, 0.5)["copy"]
@@ -295,7 +298,7 @@ def copy_rate(device: str) -> float:
 
 
 def about(device: str) -> dict[str, str]:
-    """The columns that say where and with what a row was measured."""
+    """Return the columns that describe the device and the versions of a measurement."""
     return {
         "device": torch.cuda.get_device_name() if is_cuda(device) else cpu_name(),
         "torch": torch.__version__,
@@ -322,7 +325,7 @@ def version_of(package: str) -> str:
 
 
 def commit() -> str:
-    """$COMMIT, else the commit of this repository, with a + if the sources have changed since."""
+    """Return $COMMIT, else the commit of this repository, with a + if src/ has uncommitted changes."""
 
     def git(*command: str) -> str:
         return subprocess.run(
@@ -338,12 +341,15 @@ def commit() -> str:
 
 
 def append(path: Path, rows: list[dict[str, object]]) -> None:
-    """Add rows to a CSV file, whole or not at all: numbers with 4 digits, nothing where there is none."""
+    """Append rows to a CSV file. Numbers have 4 digits, and missing values are empty.
+
+    The file is replaced at the end, so an interrupted call does not damage it.
+    """
     columns = list(rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_text() if path.exists() else ",".join(columns) + "\n"
     if before.splitlines()[0] != ",".join(columns):
-        raise ValueError(f"{path} has other columns than {columns}: move it away")
+        raise ValueError(f"{path} must have the columns {columns}, but has others: move the file away")
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with temporary.open("w", newline="") as file:
         file.write(before)
@@ -362,27 +368,27 @@ def written(value: object) -> object:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Return a parser with the options that every benchmark has."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
-    parser.add_argument("--short", action="store_true", help="small sizes, in less than a minute on a CPU")
-    parser.add_argument("--seconds", type=float, default=0.3, help="time spent on each figure, about")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
+    parser.add_argument("--short", action="store_true", help="small sizes: less than a minute on a CPU")
+    parser.add_argument("--seconds", type=float, default=0.3, help="approximate time spent on each figure")
     return parser
 
 
 def add_layer_options(parser: argparse.ArgumentParser) -> None:
-    """The options of benchmarks that compare implementations of a routing."""
+    """Add the options of benchmarks that compare implementations of routing."""
     parser.add_argument("--modes", nargs="+", choices=MODES)
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS)
     parser.add_argument(
-        "--against", type=Path, metavar="heinsen_routing.py", help="compare with this file's layer"
+        "--against", type=Path, metavar="heinsen_routing.py", help="compare with the layer of this file"
     )
 
 
 def implementations(options: argparse.Namespace, default: tuple[str, ...]) -> list[str]:
-    """Those asked for, else the default less what the device cannot run; the official one first."""
+    """Return the requested implementations, else the defaults that the device supports, official first."""
     if options.against and not options.against.is_file():
         raise SystemExit(f"--against: there is no file {options.against}")
     possible = [name for name in default if name != "fused" or is_cuda(options.device)]

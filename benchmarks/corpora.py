@@ -1,10 +1,10 @@
-"""The texts and images of the benchmarks of accuracy, faithfulness and patches, and their hidden states.
+"""Texts and images for the benchmarks of accuracy, faithfulness and patches, and their hidden states.
 
-They are not part of this repository. ``--data`` names a folder with
+The data are not part of this repository. ``--data`` names a folder with
 
-- ``sst/train.txt dev.txt test.txt``: the Stanford Sentiment Treebank, a tree in brackets on each line;
-- ``imdb/train.csv.gz test.csv.gz``: the IMDB reviews, columns text and label;
-- CIFAR-10, anywhere below it, as scripts/cifar10.py reads it.
+- ``sst/train.txt dev.txt test.txt``: the Stanford Sentiment Treebank, one tree in brackets per line;
+- ``imdb/train.csv.gz test.csv.gz``: the IMDB reviews, with columns text and label;
+- CIFAR-10, in any subfolder, in a format that scripts/cifar10.py reads.
 """
 
 import csv
@@ -26,21 +26,21 @@ from vecroute.encoders.text import length_batches
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import cifar10
 
-TASKS = {"sst2": 2, "sst5": 5, "imdb": 2, "cifar10": 10}  # and their numbers of classes
-IMAGES = ("cifar10",)  # the tasks on images
-IMDB_DEV, CIFAR_DEV = 2500, 5000  # of the training set, that are kept out of it, to choose on
+TASKS = {"sst2": 2, "sst5": 5, "imdb": 2, "cifar10": 10}  # number of classes of each task
+IMAGES = ("cifar10",)  # the tasks with images
+IMDB_DEV, CIFAR_DEV = 2500, 5000  # sizes of the dev sets that are split off the training sets
 ESCAPED = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "``": '"', "''": '"'}
 
 Labelled = tuple[list[str], list[int]]
 
 
 def load(task: str, split: str, data: Path) -> Labelled:
-    """The texts of a split (train, dev or test) of a task, and their labels."""
+    """Return the texts and labels of a split (train, dev or test) of a task."""
     return imdb(data / "imdb", split) if task == "imdb" else sst(data / "sst", split, fine=task == "sst5")
 
 
 def sst(folder: Path, split: str, *, fine: bool) -> Labelled:
-    """Sentences; to train on, each distinct phrase once. With two classes, what is neutral is left out."""
+    """Return sentences, or each distinct phrase once for training. Two classes leave out neutral texts."""
     trees = (folder / f"{split}.txt").read_text().splitlines()
     nodes = [node for tree in trees for node in (phrases(tree) if split == "train" else phrases(tree)[-1:])]
     if split == "train":
@@ -50,7 +50,7 @@ def sst(folder: Path, split: str, *, fine: bool) -> Labelled:
 
 
 def phrases(tree: str) -> list[tuple[str, int]]:
-    """The text and label of every node of a tree in brackets, the whole sentence last."""
+    """Return the text and label of every node of a tree in brackets, the whole sentence last."""
     found, open_nodes = [], []
     for label, word, close in re.findall(r"\((\d) ?|([^\s()]+)|(\))", tree):
         if label:
@@ -66,7 +66,7 @@ def phrases(tree: str) -> list[tuple[str, int]]:
 
 
 def imdb(folder: Path, split: str) -> Labelled:
-    """Reviews; those to choose on are drawn from the training set once and for all."""
+    """Return reviews. The dev set is a fixed random part of the training set."""
     csv.field_size_limit(10**7)
     with gzip.open(folder / ("test.csv.gz" if split == "test" else "train.csv.gz"), "rt") as file:
         rows = [(row["text"].replace("<br />", " "), row["label"]) for row in csv.DictReader(file)]
@@ -77,15 +77,15 @@ def imdb(folder: Path, split: str) -> Labelled:
 
 
 class Chunks(NamedTuple):
-    """Texts as token ids, long ones in several chunks."""
+    """Texts as token ids. A long text has several chunks."""
 
-    ids: Tensor  # [total] of all chunks, one after the other
+    ids: Tensor  # [total] token ids of all chunks, concatenated
     lengths: Tensor  # [n_chunks]
-    text: Tensor  # [n_chunks] which text a chunk is of
+    text: Tensor  # [n_chunks] index of the text of each chunk
 
 
 def tokenize(encoder: TextEncoder, texts: Sequence[str]) -> Chunks:
-    """Every text as chunks of token ids, special tokens included."""
+    """Split texts into chunks of token ids, including special tokens."""
     encoded = encoder.tokenizer(
         list(texts),
         truncation=True,
@@ -102,13 +102,13 @@ def tokenize(encoder: TextEncoder, texts: Sequence[str]) -> Chunks:
 
 
 class Packed(NamedTuple):
-    """The hidden states of texts or images, one after the other."""
+    """The hidden states of texts or images, concatenated."""
 
     hidden: Tensor  # [total, depth, d_emb], float16
-    start: Tensor  # [n] first position of each text
-    length: Tensor  # [n] its number of positions
+    start: Tensor  # [n] first position of each sample
+    length: Tensor  # [n] number of positions of each sample
     label: Tensor  # [n]
-    special: int = 0  # how many positions come before the patches of an image
+    special: int = 0  # number of positions before the patches of an image
 
     def __len__(self) -> int:
         return len(self.start)
@@ -116,7 +116,7 @@ class Packed(NamedTuple):
 
 @torch.inference_mode()
 def encode(encoder: TextEncoder, chunks: Chunks, labels: Sequence[int], batch_positions: int) -> Packed:
-    """All hidden states of all texts, on the device of the encoder."""
+    """Return all hidden states of all texts, on the device of the encoder."""
     device, lengths = encoder.device, chunks.lengths.tolist()
     ends = chunks.lengths.long().cumsum(0)  # [n_chunks]
     starts = (ends - chunks.lengths).tolist()
@@ -143,14 +143,14 @@ def encode(encoder: TextEncoder, chunks: Chunks, labels: Sequence[int], batch_po
 def tokens(
     encoder: TextEncoder, task: str, split: str, data: Path | None, folder: Path | None
 ) -> tuple[Chunks, list[int]]:
-    """Token ids and labels of a split, from a file in the folder if it is there, else from the texts."""
+    """Return token ids and labels of a split, from a file in the folder if it exists, else from the texts."""
     file = None if folder is None else folder / f"{task}-{split}.npz"
     if file is not None and file.exists():
         arrays = np.load(file)
         chunks = Chunks(*(torch.from_numpy(arrays[name].astype(np.int32)) for name in Chunks._fields))
         return chunks, arrays["label"].tolist()
     if data is None:
-        raise SystemExit("--data must name the folder of the texts")
+        raise SystemExit("--data must name the folder with the texts")
     texts, labels = load(task, split, data)
     chunks = tokenize(encoder, texts)
     if file is not None:
@@ -162,7 +162,7 @@ def tokens(
 
 
 def some(chunks: Chunks, labels: list[int], n: int) -> tuple[Chunks, list[int]]:
-    """n texts alone, from all over."""
+    """Return n texts, evenly spaced over all texts."""
     step = max(len(labels) // n, 1)
     kept = (chunks.text % step == 0) & (chunks.text < n * step)  # [n_chunks]
     ids = chunks.ids[kept.repeat_interleave(chunks.lengths.long())]  # [total]
@@ -170,13 +170,13 @@ def some(chunks: Chunks, labels: list[int], n: int) -> tuple[Chunks, list[int]]:
 
 
 def images(split: str, data: Path) -> tuple[Tensor, Tensor]:
-    """The images of CIFAR-10, uint8 [n, 3, 32, 32], and their labels [n].
+    """Return the images of CIFAR-10, uint8 [n, 3, 32, 32], and their labels [n].
 
-    Those to choose on are drawn from the training set once and for all.
+    The dev set is a fixed random part of the training set.
     """
     pixels, labels = cifar10.read(data, train=split != "test")
     if labels is None:
-        raise SystemExit(f"{data} has no labels of CIFAR-10")
+        raise SystemExit(f"--data: {data} has no labels of CIFAR-10")
     if split == "test":
         return pixels, labels
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # [n]
@@ -186,7 +186,7 @@ def images(split: str, data: Path) -> tuple[Tensor, Tensor]:
 
 
 def pixel_values(encoder: VisionEncoder, pixels: Tensor) -> Tensor:
-    """What the image processor makes of images uint8 [b, 3, height, width] that need no resizing."""
+    """Apply the image processor to images uint8 [b, 3, height, width] that need no resizing."""
     if tuple(pixels.shape[-2:]) != encoder.image_size:
         raise SystemExit(f"the encoder must take images {list(pixels.shape[-2:])}, not {encoder.image_size}")
     about = encoder.processor.to_dict()
@@ -198,14 +198,14 @@ def pixel_values(encoder: VisionEncoder, pixels: Tensor) -> Tensor:
 
 
 def image_states(encoder: VisionEncoder, values: Tensor) -> Tensor:
-    """Hidden states [b, n_pos, depth, d_emb] of pixel values [b, 3, ...], with a graph if these have one."""
+    """Return hidden states [b, n_pos, depth, d_emb] of pixel values [b, 3, ...]. Keeps the graph."""
     states = encoder.model(pixel_values=values.to(encoder.dtype), output_hidden_states=True).hidden_states
     return torch.stack([states[k] for k in encoder.depths], 2)  # [b, n_pos, depth, d_emb]
 
 
 @torch.no_grad()
 def encode_images(encoder: VisionEncoder, pixels: Tensor, labels: Tensor, batch_size: int) -> Packed:
-    """All hidden states of all images, on the device of the encoder."""
+    """Return all hidden states of all images, on the device of the encoder."""
     n, n_pos = len(pixels), encoder.n_pos
     shape = (n, n_pos, encoder.depth, encoder.d_emb)
     hidden = torch.empty(shape, dtype=torch.float16, device=encoder.device)  # [n, n_pos, depth, d_emb]

@@ -1,9 +1,9 @@
-"""What credit and contributions cost: ``python benchmarks/credit.py [--device cuda]``.
+"""Measure the cost of credit and contributions: ``python benchmarks/credit.py [--device cuda]``.
 
-1. A million inputs through three routings: the peak of memory while routing and while computing one column of
-   the end-to-end credit, beyond what was there before.
-2. The paper's head, 1850 x 1024 -> 64 -> 64 -> 2: the time of credit and of the contributions of one class,
-   as multiples of a forward pass in the same run.
+1. A million inputs and three routings: the additional peak memory while routing, and while computing one
+   column of the end-to-end credit.
+2. The paper's head, 1850 x 1024 -> 64 -> 64 -> 2: the time to compute the credit and the contributions of
+   one class, as a multiple of the forward pass in the same run.
 
 Rows are appended to credit.csv.
 """
@@ -20,7 +20,7 @@ import vecroute as vr
 
 
 def head(d: int, n_hid: int, n_cls: int, device: str) -> vr.Sequential:
-    """The paper's three routings."""
+    """Build the paper's three routings."""
     return vr.Sequential(
         vr.VectorRouting(n_inp=None, n_out=n_hid, d_inp=d, d_out=d, device=device),
         vr.VectorRouting(n_inp=n_hid, n_out=n_hid, d_inp=d, d_out=d, device=device),
@@ -33,7 +33,7 @@ def million(device: str, n_inp: int) -> list[tuple[str, float, str]]:
     network, x_inp = head(d, n_hid, 2, device), torch.randn(n_inp, d, device=device)
     case = f"{n_inp} x {d} -> {n_hid} -> {n_hid} -> 2"
     with torch.no_grad():
-        network.route(x_inp[:1000]).phi.column(0)  # whatever is set up once is set up
+        network.route(x_inp[:1000]).phi.column(0)  # one-time setup
         with Peak(device) as routing:
             credit = network.route(x_inp).phi
         with Peak(device) as column:
@@ -79,7 +79,7 @@ def cost(device: str, repeats: int) -> list[tuple[str, float, str]]:
     forward = statistics.median(times["forward"])
     rows = [(f"{case}: forward", forward * 1000, "ms")]
     for name in list(ways)[1:]:
-        # Each against the forward pass next to it, so that what else the machine does weighs on both.
+        # Each time is divided by the adjacent forward pass, so that other load affects both equally.
         ratios = [t / f for t, f in zip(times[name], times["forward"], strict=True)]
         rows.append((f"{case}: {name}", statistics.median(ratios), "x forward"))
     return rows

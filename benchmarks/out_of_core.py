@@ -1,20 +1,21 @@
-"""Vectors larger than memory, routed from a file: ``python benchmarks/out_of_core.py``.
+"""Route vectors larger than memory from a file: ``python benchmarks/out_of_core.py``.
 
-A file of 20 GB of float16 vectors is made, routed and removed again, on the CPU in processes that may not
-have more than 2 GB (RLIMIT_DATA; the peak of resident memory is measured too). ``streamed_s`` is the time of
-one call for all of it.
+The benchmark writes a file of 20 GB of float16 vectors, routes it and removes it. On the CPU it runs in
+processes that may use at most 2 GB (RLIMIT_DATA; it also measures the peak of resident memory).
+``streamed_s`` is the time of one call for the whole file.
 
-How good that is, is measured on some parts of the file, on each in turn, so that what else the machine does
-weighs on all alike: the time to route the part from the file, and what cannot be beaten,
+To judge this time, the benchmark also measures lower bounds on parts of the file. For each part the
+measurements alternate, so that other load on the machine affects all of them equally:
 
-- reading: that of reading the part alone, as often;
-- copying: that of copying as many bytes of pinned memory to the GPU, if there is one;
-- in_memory: that of routing the same part from memory (of the GPU, if there is one), a chunk after the other;
-- arithmetic: that of routing as many vectors, of which one chunk alone is in memory, and soon in the caches.
+- streaming: route the part from the file;
+- reading: only read the part, in as many passes;
+- copying: only copy as many bytes from pinned memory to the GPU, if there is one;
+- in_memory: route the same part from memory (GPU memory, if there is a GPU), chunk by chunk;
+- arithmetic: route as many vectors, but always the same chunk, which stays in the caches.
 
-``share`` is the slowest of reading, copying and arithmetic over the time of streaming, ``share_in_memory``
-the same with in_memory in place of arithmetic. Files are read as vectors larger than memory are, past the
-system's cache, or with --cached from there.
+``share`` is the longest of reading, copying and arithmetic, divided by the time of streaming.
+``share_in_memory`` uses in_memory instead of arithmetic. The file is read without the system's page cache,
+as files larger than memory are, or through it with --cached.
 
 Rows are appended to out_of_core.csv.
 """
@@ -40,13 +41,13 @@ import vecroute as vr
 from vecroute.distributed import open_vectors, stream
 from vecroute.distributed.files import FileVectors, Segment
 
-BLOCK = 64 * MB  # of random numbers, which the file repeats
-PASSES = {"forward": 2, "both": 4}  # over the file
+BLOCK = 64 * MB  # size of the block of random numbers that the file repeats
+PASSES = {"forward": 2, "both": 4}  # number of passes over the file
 TIMED = ("reading", "copying", "arithmetic", "in_memory", "streaming")
 
 
 class InMemory:
-    """Vectors that need no reading; if there are less than n_inp, they come again and again."""
+    """Vectors in memory, repeated until there are n_inp of them."""
 
     reads_ahead = True
 
@@ -62,7 +63,7 @@ class InMemory:
 
 
 def make_file(path: Path, n_inp: int, d_inp: int) -> None:
-    """A .npy file [n_inp, d_inp] of float16."""
+    """Write a .npy file [n_inp, d_inp] of float16."""
     rows = max(1, BLOCK // (2 * d_inp))
     block = np.random.default_rng(0).standard_normal((rows, d_inp), np.float32).astype(np.float16)
     with open(path, "wb") as file:
@@ -75,7 +76,7 @@ def make_file(path: Path, n_inp: int, d_inp: int) -> None:
 
 
 def part_of(path: Path, start: int, n_inp: int, cached: bool) -> FileVectors:
-    """Some rows of a file, which are read as all of a file larger than memory would be, or from the cache."""
+    """Return some rows of a file, to be read without the page cache, or through it if cached."""
     whole = open_vectors(path)
     offset = whole.segments[0].offset + start * whole.row_bytes
     part = FileVectors([Segment(path, offset, n_inp)], whole.d_inp, whole.dtype)
@@ -84,7 +85,7 @@ def part_of(path: Path, start: int, n_inp: int, cached: bool) -> FileVectors:
 
 
 def loaded(part: FileVectors, rows: int, device: str) -> Tensor:
-    """Vectors of a file in memory, [i, d]."""
+    """Load vectors of a file into memory, [i, d]."""
     x_inp = torch.empty(part.n_inp, part.d_inp, dtype=part.dtype, device=device)  # [i, d]
     for to, chunk in zip(x_inp.split(rows), part.chunks(rows), strict=True):
         to.copy_(chunk)
@@ -92,7 +93,7 @@ def loaded(part: FileVectors, rows: int, device: str) -> Tensor:
 
 
 def read(source: FileVectors, passes: int, rows: int, device: str) -> float:
-    """Seconds to read vectors so many times, and to do nothing with them."""
+    """Return the seconds that it takes to read the vectors ``passes`` times."""
     start = time.perf_counter()
     for _ in range(passes):
         for _ in source.chunks(rows, common.is_cuda(device)):
@@ -101,7 +102,7 @@ def read(source: FileVectors, passes: int, rows: int, device: str) -> float:
 
 
 def copy(chunk: Tensor, n_inp: int, passes: int, device: str) -> float:
-    """Seconds to copy a chunk in pinned memory to a GPU until n_inp vectors are copied, so many times."""
+    """Return the seconds that it takes to copy n_inp vectors from pinned memory to a GPU ``passes`` times."""
     there = chunk.to(device)  # [rows, d]
     start = time.perf_counter()
     for _ in range(passes * n_inp // len(chunk)):
@@ -111,7 +112,7 @@ def copy(chunk: Tensor, n_inp: int, passes: int, device: str) -> float:
 
 
 def route(source: Any, sizes: dict[str, int], which: str, rows: int, device: str) -> float:
-    """Seconds to route vectors a chunk at a time, forward or forward and backward."""
+    """Return the seconds that it takes to route vectors in chunks, forward or forward and backward."""
     torch.manual_seed(0)
     layer = vr.VectorRouting(n_inp=None, **sizes, device=device)
     start = time.perf_counter()
@@ -128,14 +129,14 @@ def route(source: Any, sizes: dict[str, int], which: str, rows: int, device: str
 def take_turns(
     path: Path, sizes: dict[str, int], which: str, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Seconds of each thing on its own and of streaming, over some parts of the file."""
+    """Return the seconds of streaming and of each lower bound, summed over some parts of the file."""
     whole, rows, device = open_vectors(path), options.rows, options.device
     size = min(int(options.part_gb * 1e9) // whole.row_bytes, whole.n_inp)
     chunk = torch.randn(min(rows, size), whole.d_inp).half()  # [rows, d]
     if common.is_cuda(device):
         chunk = chunk.pin_memory()
     same = InMemory(chunk.to(device), size)
-    # Warms up, also with a shorter chunk as the last one is, for which a GPU compiles kernels of its own.
+    # Warm up, also with the size of the last, shorter chunk, for which a GPU compiles separate kernels.
     route(InMemory(same.x_inp, len(chunk) + size % rows), sizes, which, rows, device)
     sums: dict[str, float] = {}
     for k in range(options.parts):
@@ -155,7 +156,7 @@ def take_turns(
 
 
 def limited(options: argparse.Namespace, function, *arguments) -> tuple[Any, dict[str, float | None]]:
-    """What a function returns, and the peaks of memory, in a process that has a limit on the CPU."""
+    """Call a function in a new process, on the CPU with limited memory. Return its result and peak memory."""
     context = multiprocessing.get_context("spawn")
     limits = None if common.is_cuda(options.device) else options.limit_mb, options.threads
     with ProcessPoolExecutor(1, mp_context=context, initializer=limit, initargs=limits) as pool:
@@ -169,13 +170,13 @@ def limit(limit_mb: int | None, threads: int) -> None:
 
 
 def peaks(device: str) -> dict[str, float | None]:
-    """The most memory that this process has had, in MB."""
+    """Return the peak memory of this process in MB."""
     on_gpu = torch.cuda.max_memory_allocated() / MB if common.is_cuda(device) else None
     return {"peak_mb": common.resident("VmHWM") / MB, "peak_gpu_mb": on_gpu}
 
 
 def measure(path: Path, options: argparse.Namespace) -> None:
-    """One row for forward and one for forward + backward."""
+    """Write one row for forward and one for forward + backward."""
     sizes = {"n_out": options.n_out, "d_inp": options.d_inp, "d_out": options.d_inp, "n_iters": 2}
     n_inp = open_vectors(path).n_inp
     for which in options.which:
@@ -210,15 +211,17 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=20.0)
     parser.add_argument("--d-inp", type=int, default=1024)
     parser.add_argument("--n-out", type=int, default=8)
-    parser.add_argument("--rows", type=int, help="of a chunk; 2048, on a GPU 32768")
-    parser.add_argument("--threads", type=int, default=1, help="that compute; others read")
-    parser.add_argument("--parts", type=int, default=10, help="of the file, on which shares are measured")
-    parser.add_argument("--part-gb", type=float, default=0.5, help="the size of each")
-    parser.add_argument("--cached", action="store_true", help="leave the file in the system's cache")
-    parser.add_argument("--limit-mb", type=int, default=2048, help="of memory, on a CPU")
+    parser.add_argument("--rows", type=int, help="rows of a chunk; default: 2048 on a CPU, 32768 on a GPU")
+    parser.add_argument("--threads", type=int, default=1, help="threads that compute; other threads read")
+    parser.add_argument(
+        "--parts", type=int, default=10, help="parts of the file on which shares are measured"
+    )
+    parser.add_argument("--part-gb", type=float, default=0.5, help="size of a part in GB")
+    parser.add_argument("--cached", action="store_true", help="read through the system's page cache")
+    parser.add_argument("--limit-mb", type=int, default=2048, help="memory limit on a CPU")
     parser.add_argument("--which", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--file", type=Path, help="a .npy file of float16 to use instead of a new one")
-    parser.add_argument("--folder", type=Path, help="for the file, a temporary one if left out")
+    parser.add_argument("--folder", type=Path, help="folder for the temporary file")
     options = parser.parse_args()
     options.rows = options.rows or (32768 if common.is_cuda(options.device) else 2048)
     gigabytes = 0.05 if options.short else options.gigabytes

@@ -1,10 +1,10 @@
-"""Do the maps of images mean something? ``python benchmarks/patches.py --data DATA --weights HEADS``.
+"""Are the explanations of images faithful? ``python benchmarks/patches.py --data DATA --weights HEADS``.
 
-Explanations of the routing head whose weights ``accuracy.py --tasks cifar10 --save HEADS`` wrote, of the
-class that it predicts for test images. Patches are painted with the mean colour of their image, in the order
-in which a method says that they speak for the class, or put into an image that is all of that colour, and the
-image is encoded again. Rows of every image are appended to patches_images.csv, and ``--summarize`` makes
-means with intervals of them, patches.csv, and the figure.
+The benchmark explains the predicted class of test images, with the routing head whose weights
+``accuracy.py --tasks cifar10 --save HEADS`` wrote. Each method ranks the patches by their contribution to the
+class. In this order patches are painted over with the mean colour of their image (deletion), or placed on an
+image of that colour (insertion), and the image is encoded again. A row for every image is appended to
+patches_images.csv. ``--summarize`` computes means with intervals, patches.csv, and a figure.
 """
 
 import time
@@ -33,11 +33,11 @@ from vecroute.explain.faithfulness import summarize
 from vecroute.heads import make_head
 from vecroute.storage import require
 
-GROUP = 100  # images that are explained before their rows are written
-ALONE = 10  # of each group, that are explained by themselves too
-BATCH = {"cuda": 1000, "cpu": 50}  # images that go through the encoder at once
-WEIGHTS = {"routing": "cifar10.npz", "wide": "cifar10-wide.npz"}  # of the heads
-# Columns of which there are means; make_summary adds how far contributions to the margin are ahead.
+GROUP = 100  # number of images that are explained before their rows are written
+ALONE = 10  # number of images of each group that are also explained one by one
+BATCH = {"cuda": 1000, "cpu": 50}  # batch size of the encoder
+WEIGHTS = {"routing": "cifar10.npz", "wide": "cifar10-wide.npz"}  # file of each head
+# Columns to average. make_summary adds the lead of contributions to the margin over each method.
 MEASURES = (
     "deletion",
     "insertion",
@@ -50,14 +50,14 @@ OURS = "contributions, margin"
 
 
 class View(NamedTuple):
-    """Images as their encoder takes them."""
+    """Images in the form that the encoder takes."""
 
     pixels: Tensor  # [b, 3, height, width]
     mask: Tensor  # [b, n_pos] True: every position is used
 
 
 class Viewer(Reader):
-    """A frozen vision encoder and a head as one function of pixels, as ``Reader`` is one of token ids."""
+    """A frozen vision encoder and a head as one function of pixels. (``Reader`` is one of token ids.)"""
 
     def __init__(self, encoder: VisionEncoder, head: nn.Module):
         self.encoder: Any = encoder
@@ -67,15 +67,15 @@ class Viewer(Reader):
         return View(pixels, pixels.new_ones(len(pixels), self.encoder.n_pos, dtype=torch.bool))
 
     def hidden(self, view: View) -> Tensor:
-        """[b, n_pos, depth, d_emb]."""
+        """Return the hidden states [b, n_pos, depth, d_emb]."""
         return corpora.image_states(self.encoder, view.pixels)
 
     def patches(self, values: Tensor) -> Tensor:
-        """Those of patches, [b, n_patches], of values of positions [b, n_pos]."""
+        """Select the values of patches, [b, n_patches], from the values of positions [b, n_pos]."""
         return values[:, self.encoder.n_special :]
 
     def sums(self, values: Tensor) -> Tensor:
-        """Over the pixels of each patch, [b, n_pos], of values [b, 3, height, width]; 0 at special tokens."""
+        """Sum values [b, 3, height, width] over each patch, [b, n_pos], with 0 for special tokens."""
         (rows, columns), (height, width) = self.encoder.grid, self.encoder.patch_size
         across = values.unflatten(-1, (columns, width))  # [b, 3, rows height, columns, width]
         tiles = across.unflatten(-3, (rows, height))  # [b, 3, rows, height, columns, width]
@@ -83,7 +83,7 @@ class Viewer(Reader):
         return nn.functional.pad(found, (self.encoder.n_special, 0))  # [b, n_pos]
 
     def painted(self, pixels: Tensor, keep: Tensor) -> Tensor:
-        """Images [b, 3, height, width] in their mean colour but for the patches to keep, [b, n_patches]."""
+        """Paint images [b, 3, height, width] in their mean colour, except patches to keep, [b, n_patches]."""
         shown = keep.unflatten(-1, self.encoder.grid)  # [b, rows, columns]
         for dim, size in zip((1, 2), self.encoder.patch_size, strict=True):
             shown = shown.repeat_interleave(size, dim)  # [b, height, width] in the end
@@ -91,7 +91,7 @@ class Viewer(Reader):
 
 
 def by_integrated_gradients(*, margin: bool, n_steps: int) -> Method:
-    """Integrated gradients through the encoder to the pixels, by captum, from the image's mean colour."""
+    """Return integrated gradients of the pixels, by captum, with the mean colour as baseline."""
 
     def method(viewer: Viewer, view: View, target: Tensor, other: Tensor) -> Attribution:
         captum = require("captum.attr", "eval")
@@ -118,7 +118,7 @@ def by_integrated_gradients(*, margin: bool, n_steps: int) -> Method:
 
 
 def by_rollout(of: str) -> Method:
-    """Attention rollout from the first position, [CLS], or the mean of that from all of them."""
+    """Return attention rollout from the first position, [CLS], or its mean over all positions."""
 
     def method(viewer: Viewer, view: View, target: Tensor, other: Tensor) -> Attribution:
         rolled = rollout(viewer.encoder.model, view.pixels)  # [b, n_pos, n_pos]
@@ -128,7 +128,7 @@ def by_rollout(of: str) -> Method:
 
 
 def by_chance(viewer: Viewer, view: View, target: Tensor, other: Tensor) -> Attribution:
-    """Random numbers, for the same image the same."""
+    """Return random numbers that depend on the image only."""
     seeds = (1000 * view.pixels.double().abs().sum((1, 2, 3))).long().tolist()
     drawn = [torch.rand(view.mask.shape[1], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return Attribution(torch.stack(drawn).to(view.mask.device))  # [b, n_pos]
@@ -150,13 +150,13 @@ def methods(n_steps: int = 50) -> dict[str, Method]:
 
 @torch.no_grad()
 def areas(viewer: Viewer, pixels: Tensor, said: Tensor, target: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Areas under the curves of the probability of the class as patches are deleted, and put in, [b] each.
+    """Return the areas under the deletion and the insertion curve of the class probability, [b] each.
 
     Args:
         pixels: [b, 3, height, width].
-        said: [b, n_patches] how much each patch speaks for the class.
+        said: [b, n_patches] contribution of each patch to the class.
         target: [b] the class.
-        step: how many patches go, or come, at a time.
+        step: number of patches that are deleted or inserted at a time.
     """
     n = said.shape[-1]
     rank = said.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # [b, n_patches]
@@ -172,7 +172,7 @@ def areas(viewer: Viewer, pixels: Tensor, said: Tensor, target: Tensor, step: in
 
 
 def timed(viewer: Viewer, method: Method, *given: Any) -> tuple[Attribution, float]:
-    """What a method says, and the seconds that it took to say it."""
+    """Run a method. Return its attribution and the seconds it took."""
     started = time.perf_counter()
     found = method(viewer, *given)
     if viewer.device.type == "cuda":
@@ -181,7 +181,7 @@ def timed(viewer: Viewer, method: Method, *given: Any) -> tuple[Attribution, flo
 
 
 def measure(viewer: Viewer, pixels: Tensor, tried: dict[str, Method], step: int) -> list[dict[str, Any]]:
-    """A row for each image [b, 3, height, width] and method."""
+    """Return a row for each image [b, 3, height, width] and method."""
     scores = viewer.scores(viewer.view(pixels))  # [b, n_cls]
     target, other = scores.topk(2).indices.unbind(-1)  # [b] each
     rows = []
@@ -206,7 +206,7 @@ def measure(viewer: Viewer, pixels: Tensor, tried: dict[str, Method], step: int)
 
 
 def load(options: Any) -> tuple[Viewer, Tensor, Tensor, Tensor]:
-    """The head on its encoder, and test images drawn at random: their numbers, pixels and labels."""
+    """Return the encoder with its head, and indices, pixels and labels of random test images."""
     encoder = VisionEncoder(options.encoder, device=options.device, dtype=torch.float32)
     stacked = np.load(options.weights / WEIGHTS[options.head])
     sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": corpora.TASKS["cifar10"]}
@@ -219,7 +219,7 @@ def load(options: Any) -> tuple[Viewer, Tensor, Tensor, Tensor]:
 
 
 def make_summary(results: Path) -> None:
-    """patches.csv and patches.png, of the rows of images."""
+    """Write patches.csv and patches.png from the rows of the images."""
     import pandas
 
     rows = pandas.read_csv(results / "patches_images.csv")
@@ -258,15 +258,15 @@ def plot(summary: Any, results: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--data", type=Path, help="folder of CIFAR-10")
-    parser.add_argument("--weights", type=Path, help="folder of the heads")
+    parser.add_argument("--data", type=Path, help="folder with CIFAR-10")
+    parser.add_argument("--weights", type=Path, help="folder with the weights of the heads")
     parser.add_argument("--head", choices=WEIGHTS, default="wide")
-    parser.add_argument("--implementation", default="auto", help="of the routings")
+    parser.add_argument("--implementation", default="auto", help="implementation of the routings")
     parser.add_argument("--encoder", default="vit-cifar10")
-    parser.add_argument("--images", type=int, default=500, help="how many")
-    parser.add_argument("--step", type=int, default=2, help="patches that go, or come, at a time")
+    parser.add_argument("--images", type=int, default=500, help="number of images")
+    parser.add_argument("--step", type=int, default=2, help="patches deleted or inserted at a time")
     parser.add_argument("--methods", nargs="+", choices=methods(), default=list(methods()))
-    parser.add_argument("--summarize", action="store_true", help="only sum up the rows there are")
+    parser.add_argument("--summarize", action="store_true", help="measure nothing, summarise existing rows")
     options = parser.parse_args(arguments)
     if options.summarize:
         return make_summary(options.results)
@@ -274,10 +274,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.short:
         options.images, options.step, tried = min(options.images, 2), 16, methods(n_steps=4)
     tried = {name: tried[name] for name in options.methods}
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # products are already, by default
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # matrix products use IEEE float32 by default
     about = common.about(options.device)
     viewer, drawn, pixels, labels = load(options)
-    measure(viewer, pixels[:GROUP], tried, 64)  # sets up what is set up once
+    measure(viewer, pixels[:GROUP], tried, 64)  # one-time setup
     for start in range(0, len(pixels), GROUP):
         rows = measure(viewer, pixels[start : start + GROUP], tried, options.step)
         places = [start + row.pop("image") for row in rows]

@@ -1,10 +1,10 @@
-"""Figures from the rows of results, never from a run: ``python benchmarks/plots.py``.
+"""Draw figures from the CSV files of results: ``python benchmarks/plots.py``.
 
 scaling.png     parameters, peak memory and time over each size, from scaling.csv
-attention.png   the same beside a Transformer encoder layer, from attention.csv
+attention.png   the same compared with a Transformer encoder layer, from attention.csv
 
-Of rows measured twice the later counts. ``--device H200`` draws the rows of devices with that in their name,
-by default those of the device measured last.
+If a row was measured twice, the later one counts. ``--device H200`` draws the rows of devices whose name
+contains H200. The default is the device of the last row.
 """
 
 import argparse
@@ -52,7 +52,7 @@ STYLE = {
 
 
 def read(path: Path, device: str | None) -> list[dict[str, str]]:
-    """The rows of one device."""
+    """Return the rows of one device."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     device = device or rows[-1]["device"]
@@ -60,13 +60,13 @@ def read(path: Path, device: str | None) -> list[dict[str, str]]:
 
 
 def points(rows: list[dict[str, str]], x: str, y: str) -> tuple[list[float], list[float]]:
-    """x and y of the rows that have both, in order of x; the later of two rows of the same x."""
+    """Return x and y of the rows that have y, in order of x. The later of two rows with the same x counts."""
     found = {float(row[x]): float(row[y]) for row in rows if row[y]}
     return sorted(found), [found[key] for key in sorted(found)]
 
 
 def quantities(which: str) -> dict[str, tuple[str, str, float]]:
-    """Column, its floor and its unit in those of the rows, by the label of the panel."""
+    """Return column, column of its floor, and divisor of the unit, by the label of the panel."""
     name = PASSES[which]
     return {
         "parameters (millions)": ("parameters", "", 1e6),
@@ -76,7 +76,7 @@ def quantities(which: str) -> dict[str, tuple[str, str, float]]:
 
 
 def draw(panel: Axes, rows: list[dict[str, str]], who: str, x: str, y: str, unit: float) -> None:
-    """A line for each implementation or model, ``who`` being the column that names it."""
+    """Draw a line for each implementation or model, named in the column ``who``."""
     for name, (label, colour, marker, width) in LOOKS.items():
         xs, ys = points([row for row in rows if row[who] == name], x, y)
         if xs:
@@ -85,7 +85,7 @@ def draw(panel: Axes, rows: list[dict[str, str]], who: str, x: str, y: str, unit
 
 
 def scaling(rows: list[dict[str, str]], which: str) -> Figure:
-    """Three quantities over five sizes, as in the paper's figure, with the floor of memory and time."""
+    """Draw three quantities over five sizes, as in the paper's figure, with floors of memory and time."""
     figure, panels = plt.subplots(3, 5, figsize=(15, 8), sharey=False, constrained_layout=True)
     for column, (axis, label) in enumerate(AXES.items()):
         mine = [row for row in rows if row["case"] == axis]
@@ -108,9 +108,9 @@ def scaling(rows: list[dict[str, str]], which: str) -> Figure:
 
 
 def attention(rows: list[dict[str, str]], crossovers: list[dict[str, str]], which: str) -> Figure:
-    """Three quantities over the length, a row for each precision, and where the routing stops to win.
+    """Draw three quantities over the length, with a row per precision, and mark the crossovers.
 
-    Time is that of captured passes if there are such rows: eager ones of short sequences are all launches.
+    Times are from captured passes if there are such rows, because launches dominate short eager passes.
     """
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     size = (13, 0.9 + 3.3 * len(modes))
@@ -138,20 +138,20 @@ def attention(rows: list[dict[str, str]], crossovers: list[dict[str, str]], whic
 
 
 def mark(panel: Axes, n: float) -> None:
-    """A vertical line at a crossover, with its length beside its foot."""
+    """Draw a vertical line at a crossover, labelled with its sequence length."""
     panel.axvline(n, color="#555555", linewidth=1, linestyle="--")
     place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "fontsize": 9}
     panel.annotate(f"{n:,.0f}", (n, 0.03), xytext=(4, 0), color="#555555", **place)
 
 
 def finish(figure: Figure, panel: Axes) -> None:
-    """One legend, of the lines of a panel, under all."""
+    """Add one legend, with the lines of the panel, below all panels."""
     handles, labels = panel.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=12)
 
 
 def short(value: float) -> str:
-    """1000 as 1k, a million as 1M."""
+    """Abbreviate a number: 1000 is 1k, a million is 1M."""
     for unit, letter in ((1e6, "M"), (1e3, "k")):
         if value >= unit:
             return f"{value / unit:g}{letter}"
@@ -162,10 +162,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows and of the figures")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files and figures")
     parser.add_argument("--device", help="part of the name of the device")
-    parser.add_argument("--mode", help="precision of scaling.png, by default that of its last row")
-    parser.add_argument("--which", choices=PASSES, default="both", help="the pass drawn")
+    parser.add_argument("--mode", help="precision in scaling.png; default: the precision of the last row")
+    parser.add_argument("--which", choices=PASSES, default="both", help="the pass to draw")
     options = parser.parse_args(arguments)
     results, device = options.results, options.device
     with plt.rc_context(STYLE):
@@ -175,13 +175,13 @@ def main(arguments: list[str] | None = None) -> None:
             figure = scaling([row for row in rows if row["mode"] == mode], options.which)
             save(figure, results / "scaling.png", f"{rows[-1]['device']}, {mode}")
         else:
-            print("no scaling.png: scaling.csv has no rows of axes on this device")
+            print("no scaling.png: scaling.csv has no rows for this device")
         rows = read(results / "attention.csv", device)
         crossovers = read(results / "attention_crossovers.csv", device)
         if rows:
             save(attention(rows, crossovers, options.which), results / "attention.png", rows[-1]["device"])
         else:
-            print("no attention.png: attention.csv has no rows of this device")
+            print("no attention.png: attention.csv has no rows for this device")
 
 
 def save(figure: Figure, path: Path, title: str) -> None:

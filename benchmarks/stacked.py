@@ -1,7 +1,7 @@
-"""Train many heads of one shape at once: their parameters are stacked, and each has a recipe of its own.
+"""Train many heads of one shape at once. Their parameters are stacked, and each head has its own recipe.
 
-What a step costs on a GPU is mostly to launch it, so ten small heads take hardly longer than one. There the
-step is captured in a CUDA graph for each length of the batches, too.
+Most of the time of a step on a GPU is launch overhead, so ten small heads take hardly longer than one. On a
+GPU the step is also captured in a CUDA graph for each length of the batches.
 """
 
 import math
@@ -17,21 +17,21 @@ from torch.func import functional_call, stack_module_state, vmap
 from vecroute.heads import make_head
 from vecroute.heads.pooling import masked_mean
 
-CAPTURE = True  # steps on a GPU
+CAPTURE = True  # capture steps on a GPU
 BETAS, EPS, CLIP_NORM, WARM_UP = (0.9, 0.999), 1e-8, 1.0, 0.1
-LENGTHS = [8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768]  # of batches
+LENGTHS = [8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768]  # batches are padded to these lengths
 LENGTHS += [2**k for k in range(10, 16)]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one head is trained: AdamW, a learning rate that rises and falls, a running mean of the weights.
+    """How to train one head: AdamW, a learning rate that rises and falls, a running mean of the weights.
 
     Args:
-        lr, weight_decay: of AdamW.
+        lr, weight_decay: options of AdamW.
         label_smoothing: share of each target that is spread over all classes.
-        average: the weights that are kept are a running mean over about this share of all steps.
-        seed: of the initial weights and of the order of the samples.
+        average: the final weights are a running mean over about this share of all steps.
+        seed: seed of the initial weights and of the order of the samples.
     """
 
     lr: float = 1e-3
@@ -43,13 +43,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Training:
-    """What the heads of a stack share.
+    """Settings that the heads of a stack share.
 
     Args:
-        epochs: how often they see every sample.
+        epochs: number of passes over the data.
         batch_size: samples per step.
-        drop: share of the inputs of a sample, drawn anew each time, that it is seen without.
-        most: at most so many inputs of a sample are seen at a time.
+        drop: share of the inputs of a sample that are dropped at random in each step.
+        most: greatest number of inputs of a sample in a step.
     """
 
     epochs: float
@@ -59,13 +59,13 @@ class Training:
 
 
 class Stack:
-    """Heads of one shape with one recipe each; m counts the heads.
+    """Heads of one shape with one recipe each. In shapes, m is the number of heads.
 
     Args:
-        name, options: of the heads, see ``vecroute.heads.make_head``.
+        name, options: arguments of ``vecroute.heads.make_head``.
         recipes: one for each head.
         device: where to train.
-        max_vectors: at most so many vectors, those of all heads together, go through them at once.
+        max_vectors: greatest number of vectors, over all heads, that one call processes.
     """
 
     def __init__(
@@ -86,11 +86,16 @@ class Stack:
         self.depth, self.n_cls = options["depth"], options["n_cls"]
 
     def column(self, name: str) -> Tensor:
-        """A number of each recipe, [m]."""
+        """Return one attribute of all recipes, [m]."""
         return torch.tensor([float(getattr(recipe, name)) for recipe in self.recipes], device=self.device)
 
     def scores(self, parameters: dict[str, Tensor], hidden: Tensor, mask: Tensor) -> Tensor:
-        """[m, b, n_cls] of hidden states [1 or m, b, n_pos, depth, d] and masks [1 or m, b, n_pos]."""
+        """Return scores [m, b, n_cls].
+
+        Args:
+            hidden: [1 or m, b, n_pos, depth, d] hidden states, common to all heads or one set per head.
+            mask: [1 or m, b, n_pos].
+        """
         own = 0 if len(hidden) == len(self.recipes) else None
         one = vmap(
             lambda p, x, keep: functional_call(self.head, p, (x, keep)),
@@ -100,9 +105,9 @@ class Stack:
         return one(parameters, *((hidden, mask) if own == 0 else (hidden[0], mask[0])))
 
     def fit(self, data: Packed, training: Training, *, own_order: bool = False) -> None:
-        """Train all heads on the data, each in an order of samples of its own or all in that of the first."""
+        """Train all heads. Each has its own order of samples if own_order, else all have the first head's."""
         self.head.train()
-        torch.manual_seed(self.recipes[0].seed)  # for what is random inside of heads, too
+        torch.manual_seed(self.recipes[0].seed)  # some heads use random numbers, too
         seeds = [recipe.seed for recipe in self.recipes] if own_order else [self.recipes[0].seed]
         orders = [torch.Generator(self.device).manual_seed(1000 + seed) for seed in seeds]
         per_epoch = math.ceil(len(data) / training.batch_size)
@@ -114,7 +119,7 @@ class Stack:
 
     @torch.no_grad()
     def predict(self, data: Packed, batch_inputs: int = 100_000) -> Tensor:
-        """The probabilities [m, n, n_cls] by the averaged weights."""
+        """Return the probabilities [m, n, n_cls] with the averaged weights."""
         self.head.eval()
         found = torch.empty(len(self.recipes), len(data), self.n_cls, device=self.device)  # [m, n, n_cls]
         batch_inputs = min(batch_inputs, self.max_vectors * 2 // len(self.recipes))
@@ -131,7 +136,7 @@ class Stack:
 
 
 class Steps:
-    """The steps of training a stack: AdamW with the numbers of each head, and the running mean."""
+    """The training steps of a stack: AdamW with a recipe per head, and the running mean of the weights."""
 
     def __init__(self, stack: Stack, total: int):
         self.stack, self.total, self.done = stack, total, 0
@@ -140,12 +145,13 @@ class Steps:
         self.lr, self.decay = stack.column("lr"), stack.column("weight_decay")  # [m] each
         self.smoothing = stack.column("label_smoothing")[:, None]  # [m, 1]
         self.window = (stack.column("average") * total).clamp(min=1)  # [m]
-        # What changes from step to step: the rate of learning, two corrections, how much the mean may keep.
+        # Numbers that change with each step: the learning-rate factor, the two bias corrections of Adam, and
+        # the greatest weight of the old mean. A CUDA graph reads them from this tensor.
         self.now = torch.zeros(4, device=stack.device)
         self.graphs: dict[Any, Any] = {}
 
     def __call__(self, hidden: Tensor, mask: Tensor, label: Tensor) -> None:
-        """A step on hidden states [1 or m, b, n, depth, d], mask [1 or m, b, n] and labels [1 or m, b]."""
+        """Take a step on hidden states [1 or m, b, n, depth, d], mask [1 or m, b, n], labels [1 or m, b]."""
         done, total = self.done, self.total
         rate = min(1.0, (done + 1) / (WARM_UP * total)) * (1 + math.cos(math.pi * done / total)) / 2
         now = [rate, 1 - BETAS[0] ** (done + 1), 1 - BETAS[1] ** (done + 1), (1 + done) / (10 + done)]
@@ -158,7 +164,7 @@ class Steps:
         self.done += 1
 
     def replay(self, *inputs: Tensor) -> None:
-        """The step as a CUDA graph, captured when inputs of these shapes come for the first time."""
+        """Replay the step as a CUDA graph. The first call with each shape captures it."""
         key = tuple(inputs[0].shape)
         if key not in self.graphs:
             copies = [t.clone() for t in inputs]
@@ -166,7 +172,7 @@ class Steps:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self.step(*copies)  # sets up what is set up once
+                self.step(*copies)  # one-time setup
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
@@ -188,7 +194,7 @@ class Steps:
         self.update(self.gradients(hidden, mask, label))
 
     def gradients(self, hidden: Tensor, mask: Tensor, label: Tensor) -> list[Tensor]:
-        """Of the mean loss over the samples, as many at a time as memory is meant for."""
+        """Return the gradients of the mean loss. The batch is split so that max_vectors is not exceeded."""
         m, (b, n, depth) = len(self.lr), hidden.shape[1:4]
         size = max(1, self.stack.max_vectors // (n * depth * m))
         gradients: list[Tensor] = []
@@ -202,7 +208,7 @@ class Steps:
         return gradients
 
     def like(self, values: Tensor) -> list[Tensor]:
-        """values [m], in the shape that multiplies each parameter."""
+        """Reshape values [m] so that they broadcast with each parameter."""
         return [values.reshape(-1, *[1] * (p.dim() - 1)) for p in self.p]
 
     @torch.no_grad()
@@ -227,9 +233,9 @@ class Steps:
 
 
 def batches(data: Packed, batch_size: int, generators: list[torch.Generator]) -> Iterator[Tensor]:
-    """All samples in batches [len(generators), b] of about one length, in random order.
+    """Yield batches [len(generators), b] of samples of similar length, in random order.
 
-    So that all batches are whole, some samples come twice.
+    Some samples come twice, so that all batches have the same size.
     """
     device = data.start.device
     n = min(batch_size, len(data))
@@ -241,15 +247,15 @@ def batches(data: Packed, batch_size: int, generators: list[torch.Generator]) ->
         noise = torch.rand(len(order), device=device, generator=generator)  # [n]
         orders.append(order[(data.length[order] * (1 + 0.2 * noise) + 2 * noise).argsort()])
     parts = torch.stack(orders).split(n, dim=1)  # [m, b] each
-    # In one order for all, so that lengths agree.
+    # All heads take the batches in the same order, so that the lengths of a batch agree.
     for k in torch.randperm(len(parts), device=device, generator=generators[0]).tolist():
         yield parts[k]
 
 
 def gather(data: Packed, which: Tensor, training: Training | None = None) -> tuple[Tensor, Tensor]:
-    """Hidden states [m, b, n, depth, d] of samples [m, b], and their mask [m, b, n].
+    """Return hidden states [m, b, n, depth, d] of samples [m, b], and their mask [m, b, n].
 
-    For training a part of the positions, drawn at random, and n out of few numbers.
+    In training, positions are dropped at random, and n is one of LENGTHS.
     """
     length = data.length[which][..., None]  # [m, b, 1]
     longest = int(length.max())
@@ -269,22 +275,22 @@ def gather(data: Packed, which: Tensor, training: Training | None = None) -> tup
 
 
 def as_vectors(data: Packed) -> Packed:
-    """The same hidden states as positions of depth 1, for heads to which all depths are alike."""
+    """Return the hidden states as positions of depth 1, for heads that treat all depths the same."""
     depth = data.hidden.shape[1]
     hidden = data.hidden.flatten(0, 1)[:, None]  # [total depth, 1, d_emb]
     return Packed(hidden, data.start * depth, data.length * depth, data.label)
 
 
 def first_positions(data: Packed) -> Packed:
-    """The first position of each sample alone, so that no other one is drawn in its place."""
+    """Return only the first position of each sample, so that random dropping cannot select another one."""
     return Packed(data.hidden, data.start, torch.ones_like(data.length), data.label)
 
 
 def as_means(splits: dict[str, Packed]) -> dict[str, Packed]:
-    """The mean over the positions, of images over the patches alone, as the only position of each sample.
+    """Replace the positions of each sample by their mean (for images, the mean over patches).
 
-    For linear probes: hidden states are normalised first, and each feature of the means is scaled to mean 0
-    and variance 1 on the training set.
+    Linear probes use this. Hidden states are normalised first, and each feature of the means is scaled to
+    mean 0 and variance 1 on the training set.
     """
     found = {name: torch.cat(list(means(data))) for name, data in splits.items()}  # [n, depth, d_emb] each
     mean, std = found["train"].mean(0), found["train"].std(0) + 1e-6  # [depth, d_emb] each
@@ -296,7 +302,7 @@ def as_means(splits: dict[str, Packed]) -> dict[str, Packed]:
 
 
 def means(data: Packed, batch_size: int = 500) -> Iterator[Tensor]:
-    """The mean over the positions of some samples after others, [b, depth, d_emb] each."""
+    """Yield the means over positions for batches of samples, [b, depth, d_emb] each."""
     for which in torch.arange(len(data), device=data.start.device).split(batch_size):
         hidden, mask = (t[0] for t in gather(data, which[None]))  # [b, n, depth, d_emb], [b, n]
         mask[:, : data.special] = False

@@ -228,7 +228,7 @@ def test_rows_are_appended_or_refused(tmp_path):
     common.append(path, [{"what": "a, b", "value": 1234.5678}])
     common.append(path, [{"what": None, "value": math.nan}])
     assert path.read_text() == 'what,value\n"a, b",1235\n,\n'
-    with pytest.raises(ValueError, match=r"has other columns than \['what'\]"):
+    with pytest.raises(ValueError, match=r"must have the columns \['what'\], but has others"):
         common.append(path, [{"what": 1}])
     assert [file.name for file in path.parent.iterdir()] == ["rows.csv"]
 
@@ -281,7 +281,7 @@ def test_a_figure_without_rows_is_told(tiny, tmp_path, capsys):
     capsys.readouterr()
     plots.main(["--results", str(tmp_path), "--device", "another device"])
     assert capsys.readouterr().out.splitlines() == [
-        "no scaling.png: scaling.csv has no rows of axes on this device",
-        "no attention.png: attention.csv has no rows of this device",
+        "no scaling.png: scaling.csv has no rows for this device",
+        "no attention.png: attention.csv has no rows for this device",
     ]
     assert not list(tmp_path.glob("*.png"))
