@@ -1,8 +1,10 @@
 """Outputs as query states of an associative memory (section 3.3 of the paper).
 
-Letters are stored, and found again from copies of which a part is lost: by a routing that iterates until its
-queries stand still; by the update of a modern Hopfield network, the same by another name; and by a routing
-whose votes are not computed from its inputs but are memories that it learned (F returns a parameter W_mem).
+The example stores six letters and recovers them from incomplete copies in three ways:
+
+1. a routing that iterates until its queries stop changing;
+2. the update rule of a modern Hopfield network, which is the same computation;
+3. a routing with learned memories as votes (F returns a parameter W_mem and ignores the inputs).
 
 Run: python examples/associative_memory.py
 """
@@ -25,30 +27,30 @@ N_ROWS, N_COLUMNS = 6, 5
 
 
 def letters() -> Tensor:
-    """Six letters of 6 x 5 pixels, 1 for ink and -1 for none, [6, 30]."""
+    """Return six letters of 6 x 5 pixels, [6, 30]: 1 for ink, -1 for background."""
     ink = [[1.0 if pixel == "#" else -1.0 for pixel in rows.replace(" ", "")] for rows in LETTERS.values()]
     return torch.tensor(ink)
 
 
 def corrupted(patterns: Tensor, share: float, generator: torch.Generator | None = None) -> Tensor:
-    """The patterns with a share of their pixels lost (0, neither ink nor none)."""
+    """Set a random share of the pixels to 0, which is neither ink nor background."""
     return patterns * (torch.rand(patterns.shape, generator=generator) >= share)
 
 
 def found(retrieved: Tensor, patterns: Tensor) -> float:
-    """The share of queries [..., n, 30] that came nearest to their own pattern, pixel by pixel."""
+    """Return the share of results [..., n, 30] that equal their pattern in every pixel."""
     return (retrieved.sign() == patterns).all(-1).float().mean().item()
 
 
 def hopfield_update(patterns: Tensor, queries: Tensor, beta: float, n_updates: int) -> Tensor:
-    """The update rule of a modern Hopfield network, written out."""
+    """Apply the update rule of a modern Hopfield network, written out."""
     for _ in range(n_updates):
         queries = (beta * queries @ patterns.mT).softmax(-1) @ patterns  # [..., n, 30]
     return queries
 
 
 class LearnedMemory(nn.Module):
-    """Rows of a letter route to rows of a letter; what they vote for is learned, not computed from them."""
+    """Route the rows of a letter to the rows of a letter, with learned votes that ignore the inputs."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +87,7 @@ def learn(memory: LearnedMemory, patterns: Tensor, share: float, n_steps: int) -
 
 
 def main(n_copies: int = 100, n_steps: int = 1000) -> dict[str, float]:
-    """Print, and return, the share of letters found by each memory."""
+    """Print and return the share of letters that each memory recovers."""
     torch.manual_seed(0)
     patterns, share, beta = letters(), 0.3, 0.5
     memory = LearnedMemory()
@@ -102,10 +104,12 @@ def main(n_copies: int = 100, n_steps: int = 1000) -> dict[str, float]:
             "learned": found(memory(queries), patterns),
             "difference": (by_routing - by_hopfield).abs().max().item(),
         }
-    print(f"{share:.0%} of the pixels lost; letters found again pixel by pixel")
-    print(f"by a routing that settles       {results['routing']:.1%}")
-    print(f"by 100 Hopfield updates         {results['Hopfield']:.1%}, {results['difference']:.0e} apart")
-    print(f"by a routing of learned memories {results['learned']:.1%}")
+    print(f"{share:.0%} of the pixels are lost. Letters recovered without an error:")
+    print(f"routing until convergence       {results['routing']:.1%}")
+    print(
+        f"100 Hopfield updates            {results['Hopfield']:.1%} (difference {results['difference']:.0e})"
+    )
+    print(f"routing with learned memories   {results['learned']:.1%}")
     return results
 
 

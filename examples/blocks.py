@@ -1,8 +1,9 @@
 """A small Society of Mind (section 3.4 of the paper): blocks of agents, connected by K-lines.
 
-Two blocks perceive: one looks, one listens. Two more decide, from what the agents of the first say, whether
-what is seen and what is heard is of one kind. Of the five things seen in a scene, and the five heard, one
-counts, anywhere; the others are noise. The K-lines, the credit phi of each block, show who used what.
+Two blocks perceive: one sees, one hears. Two more blocks read the perceiving agents, and decide whether the
+thing seen and the thing heard are of the same kind. A scene has five things to see and five to hear. One of
+each carries the signal, at a random position, and the others are noise. The K-lines are the credit phi of
+each block. They show which agent used which input.
 
 Run: python examples/blocks.py [k_lines.png]
 """
@@ -19,14 +20,14 @@ N_THINGS, D = 5, 8
 
 
 def scenes(n: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """What is seen and what is heard, each [n, 5, 8], whether they agree [n], and where it counts [n, 2]."""
+    """Return things seen and things heard, [n, 5, 8] each, whether they agree [n], and the places [n, 2]."""
     places = torch.randint(N_THINGS, (n, 2))
     kinds = torch.randint(2, (n, 2))
     senses = []
     for sense in range(2):
         things = torch.randn(n, N_THINGS, D) / 3  # [n, i, d]
         counts = nn.functional.one_hot(places[:, sense], N_THINGS)[..., None]  # [n, i, 1]
-        # The first feature says that this thing counts, the second of which kind it is.
+        # The first feature marks the thing that carries the signal, the second is its kind.
         signal = torch.stack((torch.full((n,), 3.0), 3.0 * (2 * kinds[:, sense] - 1)), -1)  # [n, 2]
         things[..., :2] = things[..., :2] * (1 - counts) + counts * signal[:, None]
         senses.append(things)
@@ -34,7 +35,7 @@ def scenes(n: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
 
 
 def society() -> vr.Sequential:
-    """Sight and hearing, side by side, then two blocks that decide."""
+    """Build the network: sight and hearing side by side, then two blocks that decide."""
 
     def block(n_inp: int | None, n_out: int, d_out: int) -> vr.VectorRouting:
         return vr.VectorRouting(n_inp=n_inp, n_out=n_out, d_inp=D, d_out=d_out)
@@ -43,7 +44,7 @@ def society() -> vr.Sequential:
 
 
 def learn(network: vr.Sequential, n_steps: int) -> None:
-    """Teach the society to tell whether sight and hearing agree."""
+    """Train the network to decide whether sight and hearing agree."""
     optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
     for _ in range(n_steps):
         x_inp, agree, _ = scenes(128)
@@ -54,7 +55,7 @@ def learn(network: vr.Sequential, n_steps: int) -> None:
 
 
 def k_lines(network: vr.Sequential, x_inp: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """The credit phi [..., i, j] of each layer of blocks, in order."""
+    """Return the credit phi [..., i, j] of each layer of blocks, in order."""
     credits, x = [], x_inp
     for blocks in network:
         x, phi = blocks.route(x)
@@ -63,7 +64,7 @@ def k_lines(network: vr.Sequential, x_inp: tuple[Tensor, Tensor]) -> list[Tensor
 
 
 def draw(credits: list[Tensor], names: list[list[str]], ax) -> None:
-    """The K-lines of one scene as a graph on matplotlib axes: wide for much credit, blue for, red against."""
+    """Draw the K-lines of one scene: wide lines for much credit, blue for positive, red for negative."""
     places = [
         [(column, ((len(layer) - 1) / 2 - row) / len(layer)) for row in range(len(layer))]
         for column, layer in enumerate(names)
@@ -84,7 +85,7 @@ def draw(credits: list[Tensor], names: list[list[str]], ax) -> None:
 
 
 def main(n_steps: int = 400, path: str | None = None) -> dict[str, float]:
-    """Train a society, print how it does and whom it trusts, and draw its K-lines for one scene."""
+    """Train the network, print its accuracy and where its credit goes, and draw the K-lines of one scene."""
     torch.manual_seed(0)
     network = society()
     learn(network, n_steps)
@@ -92,9 +93,9 @@ def main(n_steps: int = 400, path: str | None = None) -> dict[str, float]:
     with torch.no_grad():
         accuracy = (network(x_inp)[..., 0].argmax(-1) == agree).float().mean().item()
         credits = k_lines(network, x_inp)
-    perceived = credits[0].abs().sum(-1).unflatten(-1, (2, N_THINGS))  # [n, 2, i], of each sense
+    perceived = credits[0].abs().sum(-1).unflatten(-1, (2, N_THINGS))  # [n, 2, i] for each sense
     looked = (perceived.argmax(-1) == places).float().mean().item()
-    print(f"right in {accuracy:.1%} of new scenes; the thing that counts has the most credit in {looked:.1%}")
+    print(f"accuracy on new scenes: {accuracy:.1%}; the signal has the most credit in {looked:.1%} of them")
     if path is not None:
         from matplotlib import pyplot as plt
 
@@ -103,8 +104,8 @@ def main(n_steps: int = 400, path: str | None = None) -> dict[str, float]:
                  [f"agent {j + 1}" for j in range(4)], ["differ", "agree"]]  # fmt: skip
         fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
         draw([phi[0] for phi in credits], names, ax)
-        counting = f"what counts: seen {places[0, 0]}, heard {places[0, 1]}"
-        ax.set_title(f"K-lines of one scene ({counting})", fontsize=10)
+        signal = f"signal: seen {places[0, 0]}, heard {places[0, 1]}"
+        ax.set_title(f"K-lines of one scene ({signal})", fontsize=10)
         fig.savefig(path, dpi=150)
         plt.close(fig)
         print(f"wrote {Path(path)}")

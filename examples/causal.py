@@ -1,11 +1,11 @@
-"""A causal sequence-to-sequence layer from ``pair_mask``: output j sees the inputs 0, ..., j, no later one.
+"""A causal sequence-to-sequence layer from ``pair_mask``: output j uses inputs 0, ..., j and no later one.
 
-The mask makes it causal if the softmax is over the inputs (``compete_over="inputs"``). Where outputs
-compete for each input, as the paper has it, an early output loses data to later ones that predict better,
-and so hears of what they have seen: from the second iteration on such a layer is not causal, though no
-later data reach it.
+The mask makes the layer causal if the softmax is over the inputs (``compete_over="inputs"``). In the paper,
+outputs compete for each input instead. Then an early output loses data to later outputs that predict better,
+so the later inputs influence it: from the second iteration on such a layer is not causal, although no later
+data reach the output.
 
-Here a network learns to say, at each position of a sequence, which symbol came three positions before.
+In this example a network learns to name, at each position, the symbol that came three positions before.
 
 Run: python examples/causal.py
 """
@@ -19,15 +19,15 @@ N_SYMBOLS, DELAY = 6, 3
 
 
 class CausalRouting(nn.Module):
-    """x_inp [..., n, d] -> x_out [..., n, d], where x_out_j depends on x_inp_i with i <= j alone.
+    """x_inp [..., n, d] -> x_out [..., n, d], where x_out_j depends only on x_inp_i with i <= j.
 
-    (With ``vr.Converge`` only up to its tol, for the outputs of a sample stop together.)
+    With ``vr.Converge`` this holds only up to its tol, because all outputs of a sample stop together.
     """
 
     def __init__(self, *, n: int, d: int, n_iters: int = 2):
         super().__init__()
         self.register_buffer("pair_mask", torch.ones(n, n, dtype=torch.bool).triu())  # [i, j]: i <= j
-        # No 1 / sqrt(n_inp) in A and F: it would count the inputs that are still to come.
+        # A and F must not scale by 1 / sqrt(n_inp), because n_inp counts later inputs too.
         self.routing = vr.GeneralRouting(
             A=nn.Linear(d, 1),
             F=nn.Sequential(nn.Linear(d, d), nn.Unflatten(-1, (1, d)), _Expand(n)),
@@ -48,7 +48,7 @@ class CausalRouting(nn.Module):
 
 
 class _Expand(nn.Module):
-    """One sequence of votes [..., i, 1, d] for every output, [..., i, j, d]."""
+    """Give all outputs the same votes: [..., i, 1, d] -> [..., i, j, d]."""
 
     def __init__(self, n_out: int):
         super().__init__()
@@ -59,7 +59,7 @@ class _Expand(nn.Module):
 
 
 class Recall(nn.Module):
-    """Symbols [..., n] -> scores [..., n, 6] of the symbol that came DELAY positions before."""
+    """Symbols [..., n] -> scores [..., n, 6] for the symbol that came DELAY positions before."""
 
     def __init__(self, *, n: int, d: int):
         super().__init__()
@@ -72,7 +72,7 @@ class Recall(nn.Module):
 
 
 def main(n: int = 12, d: int = 32, n_steps: int = 400) -> dict[str, float]:
-    """Train, print and return how often it is right, and how much the past hears of the future (nothing)."""
+    """Train, then print and return the accuracy and the influence of later inputs on earlier outputs."""
     torch.manual_seed(0)
     model = Recall(n=n, d=d)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -92,7 +92,8 @@ def main(n: int = 12, d: int = 32, n_steps: int = 400) -> dict[str, float]:
         changed[:, half:] = torch.randint(N_SYMBOLS, (500, n - half))
         leaked = (model(changed) - scores)[:, :half].abs().max().item()
     print(
-        f"right in {right:.1%} (by chance {1 / N_SYMBOLS:.1%}); another future changes the past by {leaked}"
+        f"accuracy {right:.1%} (chance: {1 / N_SYMBOLS:.1%}); "
+        f"other later symbols change earlier outputs by {leaked}"
     )
     return {"right": right, "leaked": leaked}
 

@@ -1,8 +1,8 @@
-"""A million vectors in a file, routed without ever being in memory: ``python examples/million_vectors.py``.
+"""Route a million vectors from a file, without loading them all: ``python examples/million_vectors.py``.
 
-One vector in a hundred carries a signal, the others are noise. A layer is trained, straight from the file,
-to tell what the signal is; then the credit of every vector is written to another file, and it is the vectors
-with the signal that have it.
+One vector in a hundred carries a signal, the others are noise. The example trains a layer from the file to
+output the signal. Then it writes the credit of every vector to another file, and shows that the vectors with
+the signal have most of it.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def make_file(path: Path, n_inp: int) -> Tensor:
 
 
 def run(folder: Path, n_inp: int, steps: int) -> dict[str, float]:
-    """Train from the file, write the credit, and compare that of the two kinds of vectors."""
+    """Train from the file, write the credit, and compare the credit of signal vectors and noise vectors."""
     path, credit_path = folder / "vectors.npy", folder / "credit.npy"
     signal = make_file(path, n_inp)  # [d]
     torch.manual_seed(1)
@@ -65,4 +65,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder), options.n_inp, options.steps)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"peak of resident memory {peak:.0f} MB, of which most is PyTorch itself")
+    print(f"peak of resident memory {peak:.0f} MB (most of it is PyTorch itself)")

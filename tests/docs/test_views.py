@@ -191,7 +191,7 @@ def test_they_run_as_scripts():
     done = subprocess.run(
         [sys.executable, EXAMPLES / "special_cases.py"], capture_output=True, text=True, check=True
     )
-    assert "attention of 4 heads: the same to" in done.stdout
+    assert "attention with 4 heads: greatest difference" in done.stdout
 
 
 # The guide

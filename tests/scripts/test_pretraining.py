@@ -90,7 +90,7 @@ def test_every_kind_of_file_gives_the_same(tmp_path, arrays, write):
 
 
 def test_missing_files_are_named_and_pickles_run_nothing(tmp_path, arrays):
-    with pytest.raises(ValueError, match=r"must have CIFAR-10, data_batch_1, .* of it is missing"):
+    with pytest.raises(ValueError, match=r"must contain CIFAR-10, but data_batch_1, .* is missing"):
         cifar10.read(tmp_path, train=True)
     write_sheets(tmp_path, *arrays)
     (tmp_path / "data_batch_4.png").unlink()
@@ -105,7 +105,7 @@ def test_missing_files_are_named_and_pickles_run_nothing(tmp_path, arrays):
 
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "test_batch").write_bytes(pickle.dumps(Attack()))
-    with pytest.raises(ValueError, match=r"must hold arrays alone, got posix.mkdir"):
+    with pytest.raises(ValueError, match=r"must contain arrays only, got posix.mkdir"):
         cifar10.read(tmp_path / "bad", train=False)
     assert not (tmp_path / "made").exists()
 
@@ -233,7 +233,7 @@ class TestRuns:
         self.run(sheets, tmp_path, "--steps", "3")
         second = self.run(sheets, tmp_path, "--steps", "6")
         assert second["steps"] == 6
-        assert "goes on at step 3" in capsys.readouterr().out
+        assert "resumes at step 3" in capsys.readouterr().out
         assert second["accuracy"]
 
     def test_a_failed_save_leaves_the_last_checkpoint(self, sheets, tmp_path, monkeypatch):
