@@ -94,7 +94,7 @@ def test_missing_files_are_named_and_pickles_run_nothing(tmp_path, arrays):
         cifar10.read(tmp_path, train=True)
     write_sheets(tmp_path, *arrays)
     (tmp_path / "data_batch_4.png").unlink()
-    with pytest.raises(ValueError, match="CIFAR-10, data_batch_4 of it is missing"):
+    with pytest.raises(ValueError, match="CIFAR-10, but data_batch_4 is missing"):
         cifar10.read(tmp_path, train=True)
     (tmp_path / "test_lables.json").unlink()
     assert cifar10.read(tmp_path, train=False).labels is None
