@@ -16,7 +16,7 @@ from site_hooks import line_of
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # Pages whose code another test runs, as that test needs more than the page.
 ELSEWHERE = {
-    "README.md": "tests/docs/test_packaging.py",
+    "README.md": "tests/docs/test_readme.py",
     "docs/classifier.md": "tests/classifier/test_classifier.py",
     "docs/credit.md": "tests/docs/test_credit_guide.py",
     "docs/explanations.md": "tests/explain/test_explanation.py",

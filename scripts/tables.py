@@ -1,0 +1,364 @@
+"""Write the tables of the documents from the rows of benchmarks: ``python scripts/tables.py [--check]``.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; NAME is one of ``TABLES``. With
+--check nothing is written, and the exit code is 1 if a table differs from its rows.
+"""
+
+import csv
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+TASKS = {"sst2": "SST-2", "sst5": "SST-5", "imdb": "IMDB"}
+GPU, CPU = "NVIDIA H200", "1 threads of AMD EPYC"
+
+Row = dict[str, str]
+
+
+def rows(name: str, **wanted: str) -> list[Row]:
+    """The rows of a file in which every named column has the wanted value."""
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if wanted.items() <= row.items()]
+
+
+def row(name: str, **wanted: str) -> Row:
+    """The last such row, which is the newest; several measurements of one thing stay in a file."""
+    found = rows(name, **wanted)
+    if not found:
+        raise ValueError(f"{name}.csv has no row with {wanted}")
+    return found[-1]
+
+
+def table(head: str, lines: Iterable[Iterable[str]]) -> str:
+    """A table of Markdown; head has the names of the columns with | between them."""
+    names = [name.strip() for name in head.split("|")]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *lines]) + "\n"
+
+
+def short(value: str | float, digits: int = 3) -> str:
+    """A number with three digits, or all those before the point."""
+    number = float(value)
+    return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:#.{digits}g}"
+
+
+def size(case: Row) -> str:
+    """The sizes of a routing: batch x n_inp x d_inp -> n_out x d_out."""
+    batch = f"{case['batch']} x " if int(case["batch"]) else ""
+    return f"{batch}{int(case['n_inp']):,} x {case['d_inp']} -> {case['n_out']} x {case['d_out']}"
+
+
+# Speed
+
+
+def eager() -> str:
+    """Forward + backward as people call it, beside the authors' code called alike."""
+    lines = []
+    for theirs in rows("eager", implementation="official", kind="plain"):
+        same = {name: theirs[name] for name in ("case", "n_out", "d_inp", "n_iters")}
+        ours = [r for r in rows("eager", implementation="fused", **same) if r["kind"] == "plain"]
+        if ours:
+            times = [float(r["whole_ms"]) for r in (theirs, ours[-1])]
+            length = "any" if theirs["variable"] == "True" else "fixed"
+            cells = (size(theirs), length, theirs["n_iters"], *(f"{t:.2f} ms" for t in times))
+            lines.append((*cells, f"{times[0] / times[1]:.1f}x"))
+    return table("sizes | length | iterations | authors' code | vecroute | faster", lines)
+
+
+def million() -> str:
+    """A million vectors, beside the authors' code in the same run."""
+    lines = []
+    for length in ("fixed", "variable"):
+        for mode in ("tf32", "bf16", "fp32"):
+            case = {"case": "headline", "length": length, "mode": mode}
+            theirs = row("scaling", implementation="official", **case)
+            ours = row("scaling", implementation="fused", **case)
+
+            def pair(which: str, r: Row) -> str:
+                return f"{short(r['forward' + which])} / {short(r['both' + which])}"
+
+            def over(which: str, r: Row, digits: int = 2) -> str:
+                parts = (
+                    f"{float(r[k + which]) / float(r[f'floor_{k}{which}']):.{digits}f}"
+                    for k in ("forward", "both")
+                )
+                return " / ".join(parts)
+
+            faster = f"{float(ours['forward_speedup']):.2f}x / {float(ours['both_speedup']):.2f}x"
+            cells = (length, mode, pair("_ms", theirs), pair("_ms", ours), faster, over("_ms", ours))
+            lines.append((*cells, over("_mb", theirs), over("_mb", ours, 3)))
+    head = "length | precision | official ms | fused ms | faster | fused / floor"
+    return table(f"{head} | memory / floor, official | memory / floor, fused", lines)
+
+
+def heads() -> str:
+    """Heads on a GPU: eager beside eager, captured beside captured."""
+    lines = []
+    for case in ("small", "text-head", "image"):
+        for mode in ("tf32", "bf16"):
+            cells = []
+            for launch in ("eager", "captured"):
+                wanted = {"case": case, "mode": mode, "launch": launch, "device": GPU}
+                theirs = row("heads", implementation="official", **wanted)
+                ours = row("heads", implementation="fused", **wanted)
+                cells += [
+                    short(theirs["both_ms"]),
+                    short(ours["both_ms"]),
+                    f"{float(ours['both_speedup']):.1f}x",
+                ]
+            sizes = f"{ours['batch']} x {ours['n_inp']} x {ours['d_inp']} -> {ours['network']}"
+            lines.append((sizes, ours["length"], mode, *cells))
+    head = "sizes | length | precision | official, eager (ms) | fused, eager (ms) | faster"
+    return table(f"{head} | official, captured (ms) | fused, captured (ms) | faster", lines)
+
+
+def on_a_cpu() -> str:
+    """Heads on two cores, beside the authors' code."""
+    lines = []
+    for case in ("long", "batch", "fixed"):
+        found = {
+            name: row("heads", case=case, implementation=name, device="2 threads of AMD EPYC")
+            for name in ("official", "reference", "chunked")
+        }
+        ours, theirs = found["chunked"], found["official"]
+        shares = [f"{float(r['both_matmul_share']):.0%}" for r in (theirs, ours)]
+        memory = [f"{short(r['both_extra_mb'])} MB" for r in (theirs, ours)]
+        times = [f"{short(r['both_ms'])} ms" for r in found.values()]
+        faster = f"{float(ours['both_speedup']):.2f}x"
+        lines.append((size(ours), ours["length"], *times, faster, *shares, *memory))
+    head = "sizes | length | authors' code | reference | chunked | chunked faster"
+    more = "share of the matmul rate, theirs | ours | memory on top, theirs | ours"
+    return table(f"{head} | {more}", lines)
+
+
+def attention() -> str:
+    """One routing layer beside one Transformer encoder layer, N vectors to N."""
+    lines = []
+    for n in ("100", "400", "1000", "1500", "2000", "3000", "4000", "6000", "8000"):
+        cells = [n]
+        for launch in ("eager", "captured"):
+            for mode in ("tf32", "bf16"):
+                for model in ("encoder", "fused"):
+                    found = row("attention", N=n, model=model, mode=mode, launch=launch)
+                    cells.append(short(found["both_ms"]))
+        lines.append(cells)
+    head = " | ".join(
+        f"{launch}, {mode}: {model}"
+        for launch in ("eager", "captured")
+        for mode in ("tf32", "bf16")
+        for model in ("encoder", "routing")
+    )
+    return table(f"N | {head}", lines)
+
+
+def out_of_core(device: str) -> str:
+    """Streaming 20 GB, the newest rows of a kind of device."""
+    with_gpu = [r for r in rows("out_of_core") if bool(r["peak_gpu_mb"]) == (device == "gpu")]
+    newest = [r for r in with_gpu if r["commit"] == with_gpu[-1]["commit"]]
+    lines = []
+    for r in newest:
+        what = "forward" if r["which"] == "forward" else "forward + backward"
+        peak = r["peak_gpu_mb"] or r["peak_mb"]
+        parts = [r[f"parts_{n}_s"] for n in ("reading", "copying", "arithmetic", "in_memory", "streaming")]
+        seconds = [f"{short(s)} s" if s else "" for s in (r["streamed_s"], *parts)]
+        shares = [f"{float(r[name]):.2f}" for name in ("share", "share_in_memory")]
+        cells = (what, f"{r['gigabytes']} GB from the {r['read_from']}", seconds[0], f"{short(peak)} MB")
+        lines.append((*cells, f"{r['parts_gb']} GB", *seconds[1:], *shares))
+    head = "| data | in one call | peak memory | parts of | reading | copying | arithmetic | in memory"
+    return table(f"{head} | streaming | `share` | `share_in_memory`", lines)
+
+
+# Accuracy
+
+HEADS = {  # of accuracy_summary.csv, as a reader knows them, best first
+    "routing": "**routing** (`RoutingHead`)",
+    "routing, wide": "routing, wide",
+    "PMA": "PMA",
+    "probe, MLPs": "probe, MLPs",
+    "paper": "the paper's head",
+    "probe, 4 queries": "probe, 4 queries",
+    "probe": "**probe**",
+    "Hopfield": "Hopfield",
+    "mean of all": "mean of all",
+    "scalar mix": "scalar mix",
+    "mean of last": "mean of last",
+    "CLS": "CLS",
+}
+
+
+def score(task: str, head: str) -> str:
+    found = rows("accuracy_summary", task=task, head=head, routing="routing")
+    return f"{float(found[0]['mean']):.2f} ± {float(found[0]['spread']):.2f}" if found else "not run"
+
+
+def accuracy() -> str:
+    """Test accuracy of every head, and by how much routing is ahead."""
+    lines = []
+    for head, name in HEADS.items():
+        cells = [name, f"{int(row('accuracy', task='sst2', head=head)['parameters']):,}"]
+        for task in TASKS:
+            found = rows("accuracy_summary", task=task, head=head, routing="routing")
+            ahead = (
+                [f"{float(found[0][k]):+.2f}" for k in ("ahead", "low", "high")]
+                if found and found[0]["ahead"]
+                else None
+            )
+            cells += [score(task, head), f"{ahead[0]} ({ahead[1]} to {ahead[2]})" if ahead else ""]
+        lines.append(cells)
+    columns = " | ".join(f"{task} | routing ahead by" for task in TASKS.values())
+    return table(f"head | parameters | {columns}", lines)
+
+
+def accuracy_short() -> str:
+    """The heads that a reader of the README compares."""
+    names = {
+        "routing": "`RoutingHead`",
+        "probe, MLPs": "attentive probe with MLPs",
+        "probe": "attentive probe",
+    }
+    names |= {"paper": "the paper's head", "mean of last": "mean of the last layer"}
+    lines = [(name, *(score(task, head) for task in TASKS)) for head, name in names.items()]
+    return table(f"head | {' | '.join(TASKS.values())}", lines)
+
+
+# Faithfulness
+
+METHODS = (
+    "contributions, margin",
+    "contributions, class",
+    "contributions, margin, bias in votes",
+    "integrated gradients, margin",
+    "integrated gradients, class",
+    "gradient x input",
+    "attention rollout",
+    "phi",
+    "random",
+)
+
+
+def measured(task: str, method: str, measure: str, device: str, interval: bool = False) -> str:
+    """A measure of faithfulness, with its interval if asked; nothing where there is none."""
+    found = rows("faithfulness", task=task, method=method, measure=measure, device=device)
+    if not found or not found[-1]["mean"]:
+        return ""
+    numbers = {name: float(found[-1][name] or 0) for name in ("mean", "low", "high")}
+    if measure == "completeness_error":
+        return f"{numbers['mean']:.0e}"
+    if measure == "seconds":
+        return f"{numbers['mean']:.2g}"
+    text = f"{numbers['mean']:.2f}" if measure == "leave_one_out" else f"{numbers['mean']:.3f}"
+    return f"{text} ({numbers['low']:.3f} to {numbers['high']:.3f})" if interval else text
+
+
+def faithfulness(task: str) -> str:
+    """Every method on one data set."""
+    lines = []
+    for method in METHODS:
+        cells = [measured(task, method, m, GPU, True) for m in ("comprehensiveness", "sufficiency")]
+        others = ("deletion", "insertion", "comprehensiveness_masked", "sufficiency_masked", "leave_one_out")
+        cells += [measured(task, method, m, GPU) for m in (*others, "completeness_error", "seconds")]
+        lines.append((method, *cells))
+    head = "method | comprehensiveness | sufficiency | deletion | insertion | masked: compr."
+    return table(f"{head} | masked: suff. | leave one out | completeness error | seconds", lines)
+
+
+def faithfulness_short() -> str:
+    """The methods that a reader of the README compares, on sentences of SST-2."""
+    names = {
+        "contributions, margin": "contributions (ours, exact)",
+        "integrated gradients, margin": "integrated gradients, 50 steps",
+    }
+    names |= {"gradient x input": "gradient x input", "phi": "`phi` alone", "random": "chance"}
+    lines = [
+        (
+            name,
+            *(
+                measured("sst2", method, m, GPU)
+                for m in ("comprehensiveness", "sufficiency", "completeness_error", "seconds")
+            ),
+        )
+        for method, name in names.items()
+    ]
+    head = "method | comprehensiveness (more is better) | sufficiency (less is better)"
+    return table(f"{head} | error of the sum | seconds", lines)
+
+
+def shap() -> str:
+    """Contributions beside SHAP, on one thread of a CPU."""
+    methods = (
+        "contributions, margin",
+        "SHAP, 4 evaluations",
+        "SHAP, 50 evaluations",
+        "SHAP, 500 evaluations",
+        "integrated gradients, margin",
+    )
+    lines = []
+    for task in ("sst2", "imdb"):
+        for method in methods:
+            found = rows("faithfulness", task=task, method=method, device=CPU)
+            if found:
+                texts = found[0]["texts"]
+                on = next(
+                    device
+                    for device in (CPU, GPU)
+                    if rows(
+                        "faithfulness",
+                        task=task,
+                        method=method,
+                        device=device,
+                        texts=texts,
+                        measure="comprehensiveness",
+                    )
+                )
+                cells = [measured(task, method, m, on, True) for m in ("comprehensiveness", "sufficiency")]
+                lines.append((method, TASKS[task], texts, *cells, measured(task, method, "seconds", CPU)))
+    return table("method | task | texts | comprehensiveness | sufficiency | seconds", lines)
+
+
+TABLES = {
+    "accuracy": accuracy,
+    "accuracy-short": accuracy_short,
+    "attention": attention,
+    "cpu": on_a_cpu,
+    "eager": eager,
+    "faithfulness-imdb": lambda: faithfulness("imdb"),
+    "faithfulness-short": faithfulness_short,
+    "faithfulness-sst2": lambda: faithfulness("sst2"),
+    "heads": heads,
+    "million": million,
+    "out-of-core-cpu": lambda: out_of_core("cpu"),
+    "out-of-core-gpu": lambda: out_of_core("gpu"),
+    "shap": shap,
+}
+
+
+def filled(text: str) -> str:
+    """A document with its tables as the rows have them."""
+    return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+
+
+def documents() -> list[Path]:
+    """The pages that have tables between markers."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(page for page in pages if MARKED.search(page.read_text()))
+
+
+def main() -> int:
+    check, stale = "--check" in sys.argv[1:], []
+    for page in documents():
+        before = page.read_text()
+        after = filled(before)
+        if after != before:
+            stale.append(str(page.relative_to(ROOT)))
+            if not check:
+                page.write_text(after)
+    for name in stale:
+        print(f"{name}: {'differs from its rows' if check else 'written'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
