@@ -190,8 +190,8 @@ def test_predict_a_table_a_few_rows_at_a_time(run, fitted, data, table, rows):
     done = run("predict", fitted, data, "--to", "csv", "--rows", rows)
     assert done.code == 0, done.err
     found = pd.read_csv(io.StringIO(done.out))
-    assert found.columns.tolist() == ["text", "label", "neg", "pos"]
-    assert found["text"].tolist() == table["review"].tolist()
+    assert found.columns.tolist() == ["id", "review", "stars", "label", "neg", "pos"]
+    assert found[["id", "review", "stars"]].to_numpy().tolist() == table.to_numpy().tolist()
     expected = vr.RoutingClassifier.from_pretrained(fitted).predict_proba(table["review"])
     assert abs(found[["neg", "pos"]].to_numpy() - expected).max() < 1e-5
 
@@ -199,7 +199,7 @@ def test_predict_a_table_a_few_rows_at_a_time(run, fitted, data, table, rows):
 def test_predict_a_table_from_standard_input(run, fitted, table):
     text = "\n".join(json.dumps({"words": text}) for text in table["review"][:5])
     done = run("predict", fitted, "-", "--from", "jsonl", "--text", "words", stdin=text.encode())
-    assert [json.loads(line)["text"] for line in done.out.splitlines()] == table["review"][:5].tolist()
+    assert [json.loads(line)["words"] for line in done.out.splitlines()] == table["review"][:5].tolist()
 
 
 def test_evaluate_gives_one_json_object(run, fitted, data, table):
@@ -218,11 +218,16 @@ def test_evaluate_gives_one_json_object(run, fitted, data, table):
 
 def test_evaluate_shows_tables_and_labels_it_does_not_know(run, fitted, tmp_path):
     (tmp_path / "test.tsv").write_text("stars\treview\npos\ta good film\nmixed\ta fine, dull film\n")
-    done = run("evaluate", fitted, tmp_path / "test.tsv")
+    done = run("evaluate", fitted, tmp_path / "test.tsv", "--allow-unknown")
     assert done.code == 0, done.err
     for word in ("accuracy", "macro F1", "calibration error", "precision", "label \\ predicted", "mixed"):
         assert word in done.out
-    assert json.loads(run("evaluate", fitted, tmp_path / "test.tsv", "--json").out)["accuracy"] <= 0.5
+    assert (
+        json.loads(run("evaluate", fitted, tmp_path / "test.tsv", "--allow-unknown", "--json").out)[
+            "accuracy"
+        ]
+        <= 0.5
+    )
 
 
 def test_columns_may_have_other_names_later(run, fitted, data, table, tmp_path):
@@ -279,7 +284,7 @@ def test_a_pipe_that_is_closed_early_is_no_error(started, fitted, data, tmp_path
         done = started("predict", fitted, data, "--rows", 8, stdout=tmp_path / "pipe")
         lines = head.stdout.readlines()
     assert (done.code, done.err) == (0, "")
-    assert [json.loads(line)["text"] for line in lines] == TEXTS[:2]
+    assert [json.loads(line)["review"] for line in lines] == TEXTS[:2]
 
 
 # What can be wrong
@@ -303,7 +308,7 @@ GOOD = "review,stars\n" + "a good film,pos\na dull film,neg\n" * 10
     [
         (lambda folder: folder / "none.csv", "none.csv is not there"),
         (lambda folder: folder, "must have a folder of images for each of two classes or more"),
-        (put("a.xlsx", "?"), "a.xlsx must end with .csv, .tsv, .jsonl or .parquet, and maybe .gz"),
+        (put("a.xlsx", "?"), "a.xlsx must end with .csv, .tsv, .jsonl, .parquet or .txt, and maybe .gz"),
         (put("a.csv", "words,stars\na,b\n"), "a.csv has no column 'review', it has 'words', 'stars'"),
         (put("a.csv", "review,label\na,b\n"), "a.csv has no column 'stars', it has 'review', 'label'"),
         (put("a.jsonl", '{"review": "a"}\n'), "a.jsonl has no column 'stars', it has 'review'"),
@@ -319,13 +324,16 @@ GOOD = "review,stars\n" + "a good film,pos\na dull film,neg\n" * 10
         (put("a.jsonl", b'{"review": "caf\xe9", "stars": "pos"}\n'), "not UTF-8 text: it has the byte 0xe9"),
         (put("a.csv", GOOD.replace("neg", "pos")), "two classes or more, all have the label pos"),
         (put("a.csv", GOOD + "a film,mixed\n"), "two examples or more of each class, got one of: mixed"),
-        (put("a.csv", GOOD + ",pos\n"), "column 'review' of"),
-        (put("a.csv", GOOD + ",pos\n"), "row 20 is missing"),
-        (put("a.csv", GOOD + "   ,pos\n"), "row 20 is empty"),
-        (put("a.jsonl", '{"review": null, "stars": "pos"}\n'), "row 0 is missing"),
-        (put("a.jsonl", '{"review": 7, "stars": "pos"}\n'), "row 0 is 7 (int)"),
-        (put("a.csv", GOOD + "a film,\n"), "column 'stars' of"),
-        (put("a.csv", GOOD + "a film,\n"), "row 20 is missing"),
+        (put("a.csv", GOOD + "a,b,c\n"), "line 22 has 3 cells, the first line has 2"),
+        (put("a.csv", GOOD + '"a" b,c\n'), "line 22: ',' expected after '\"'; a quote inside"),
+        (put("a.csv", GOOD + '"a,\nb,c\n'), "the row of line 22 has a quote that is not closed"),
+        (put("a.csv", "\nreview,stars\n"), "a.csv has no names of columns: its first line is empty"),
+        (put("a.jsonl", '{"review": null, "stars": "pos"}\n'), "1 of 1 rows have no text (line 1)"),
+        (put("a.jsonl", '\n{"review": 7, "stars": "pos"}\n'), "must have texts, line 2 has 7 (int)"),
+        (put("a.jsonl", "[" * 200_000 + "\n"), "line 1 is nested too deep"),
+        (put("a.jsonl", "[1]\n"), "line 1 is no JSON object, but list"),
+        (put("a.txt", "a good film\n"), "a.txt has no column 'stars', it has 'text'"),
+        (put("a.txt", ""), "a.txt is empty: it has no rows"),
     ],
 )  # fmt: skip
 def test_tables_that_cannot_be_fitted(run, tiny, tmp_path, change, message):
@@ -415,7 +423,7 @@ def test_another_encoder(run, fitted, data, tmp_path):
     [
         (["predict", "--from", "csv"], b"review\na film\n\xe9\n", "it has the byte 0xe9"),
         (["predict"], b"\xff\xfe\n", "standard input is not UTF-8 text: it has the byte 0xff"),
-        (["predict"], b"\n", "column 'line' of standard input must be a list of texts, row 0 is empty"),
+        (["predict", "--strict"], b"good\n\n", "standard input: line 2 has no text"),
         (["predict", "--from", "csv"], b"words\na film\n", "no column 'review', it has 'words'"),
         (["explain"], b"", "got none"),
         (["explain", "good", "bad", "--html", "why.html"], b"", "--html takes one text, got 2"),
@@ -429,10 +437,10 @@ def test_texts_that_cannot_be_classified(run, fitted, arguments, stdin, message)
 
 
 def test_rows_are_counted_from_the_beginning_of_the_file(run, fitted):
-    done = run("predict", fitted, "--rows", 2, stdin=b"a\nb\nc\nd\n\n")
+    done = run("predict", fitted, "-", "--strict", "--rows", 2, stdin=b"a\nb\nc\nd\n\n")
     assert done.code == 2
     assert done.out.count("\n") == 4  # what came before is written
-    assert "row 4 is empty" in done.err
+    assert "line 5 has no text" in done.err
 
 
 @pytest.mark.parametrize("checkpoint_seconds", [0, 1000])

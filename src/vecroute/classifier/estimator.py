@@ -14,7 +14,14 @@ from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-u
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 from torch import Tensor
 
-from vecroute.classifier.labels import check_label_sets, check_labels, check_texts, class_weights, split
+from vecroute.classifier.labels import (
+    check_label_sets,
+    check_labels,
+    check_texts,
+    class_weights,
+    examples,
+    split,
+)
 from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key, windows
 from vecroute.encoders.either import is_of_images, load_encoder
 from vecroute.encoders.text import Batch
@@ -58,6 +65,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         class_weight: None, "balanced", or a dict by label.
         multi_label: whether a text may have any number of labels: y is then a collection of labels for each
             text, or a table of zeros and ones, and ``predict`` gives such a table.
+        keep_examples: whether to store three of the texts with the classifier, as ``examples_``.
         cache: where to keep hidden states: True for the user's cache folder, a folder, or False for nowhere.
         cache_bytes: limit for that folder.
         checkpoint: a file by which ``fit`` goes on where it was stopped; None for none.
@@ -71,6 +79,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         encoder_: the ``TextEncoder`` or ``VisionEncoder``.
         history_: loss and validation of each epoch.
         validation_accuracy_: of the weights that were kept, None without validation.
+        examples_: up to three texts that it learned from, none unless keep_examples=True.
     """
 
     def __init__(
@@ -98,6 +107,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         validation_fraction: float | None = None,
         class_weight: Any = None,
         multi_label: bool = False,
+        keep_examples: bool = False,
         cache: bool | str | Path = True,
         cache_bytes: int = 20 * 1024**3,
         checkpoint: str | Path | None = None,
@@ -127,6 +137,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         self.validation_fraction = validation_fraction
         self.class_weight = class_weight
         self.multi_label = multi_label
+        self.keep_examples = keep_examples
         self.cache = cache
         self.cache_bytes = cache_bytes
         self.checkpoint = checkpoint
@@ -182,6 +193,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         self.validation_accuracy_ = trained.history[trained.kept].get("valid_accuracy")
         self.weights_sha256_ = encoder.weights_sha256
         self.n_texts_ = {"train": len(train_on), "validation": len(validate_on)}
+        self.examples_ = examples(texts, task_labels) if self.keep_examples else []
         return self
 
     def predict(self, X: Any) -> np.ndarray:

@@ -10,8 +10,10 @@ from sklearn.preprocessing import MultiLabelBinarizer  # type: ignore[import-unt
 from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
 from torch import Tensor
 
+from vecroute.io.cells import is_missing
 from vecroute.training.recipe import FEW
 
+N_EXAMPLES = 3  # texts that a classifier may store
 FEWEST_VALIDATED = 10  # samples below which a validation split would say nothing
 
 
@@ -57,6 +59,8 @@ def check_labels(y: Any, n: int, name: str = "y") -> Labels:
         ValueError: another number of labels, a missing one, one class only, or a class with one example.
     """
     labels = np.asarray(y)
+    if labels.dtype.kind in "US" and not hasattr(y, "dtype"):
+        labels = np.asarray(y, dtype=object)  # strings would make a class "nan" of a missing label
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1:
@@ -95,6 +99,11 @@ def check_label_sets(y: Any, n: int) -> Labels:
         else:
             if any(isinstance(row, str) or not isinstance(row, Iterable) for row in rows):
                 raise ValueError("y must be a collection of labels for each text where multi_label=True")
+            for k, row in enumerate(rows):
+                if any(is_missing(label) for label in row):
+                    raise ValueError(
+                        f"y must be a collection of labels for each text, row {k} has a missing one"
+                    )
             binarizer = MultiLabelBinarizer()
             table = binarizer.fit_transform(rows)
             classes = binarizer.classes_
@@ -123,11 +132,6 @@ def is_table(rows: list) -> bool:
     )
 
 
-def is_missing(value: Any) -> bool:
-    """None, NaN, or the missing value of pandas."""
-    return value is None or type(value).__name__ in ("NAType", "NaTType") or value != value
-
-
 def split(
     labels: Labels, fraction: float | None, seed: int, multi_label: bool
 ) -> tuple[list[int], list[int]]:
@@ -147,6 +151,13 @@ def split(
     strata = None if multi_label else labels.targets.argmax(1).numpy()
     train, valid = train_test_split(np.arange(n), test_size=n_valid, random_state=seed, stratify=strata)
     return sorted(train.tolist()), sorted(valid.tolist())
+
+
+def examples(samples: list[Any], labels: Labels) -> list[str]:
+    """Up to three texts, the first of each class before the second of any; none where samples are images."""
+    rank = (labels.targets.cumsum(0) * labels.targets).amax(1)  # [n] how many of its class came so far
+    order = rank.argsort(stable=True).tolist()
+    return list(dict.fromkeys(samples[k] for k in order if isinstance(samples[k], str)))[:N_EXAMPLES]
 
 
 def class_weights(wanted: Any, labels: Labels, multi_label: bool) -> Tensor | None:

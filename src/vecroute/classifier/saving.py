@@ -71,6 +71,7 @@ def describe(classifier: Any, about: dict) -> dict[str, Any]:
         "n_texts": classifier.n_texts_,
         "validation_accuracy": classifier.validation_accuracy_,
         "history": classifier.history_,
+        "examples": getattr(classifier, "examples_", []),
         "about": about,
     }
 
@@ -94,6 +95,7 @@ def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, v
     classifier.weights_sha256_ = origin["weights_sha256"]
     classifier.n_texts_, classifier.history_ = config["n_texts"], config["history"]
     classifier.validation_accuracy_, classifier.about_ = config["validation_accuracy"], config["about"]
+    classifier.examples_ = config.get("examples", [])
     for name in ("weights_sha256", "tokenizer_sha256"):
         found = getattr(classifier.encoder_, name)
         if found != origin[name]:

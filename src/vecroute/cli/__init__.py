@@ -2,7 +2,8 @@
 
 import os
 import sys
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 
@@ -16,8 +17,27 @@ __all__ = ["app", "fail", "main"]
 UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
+def show_version(asked: bool) -> None:
+    if asked:
+        print(f"vecroute {version('vecroute')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    shown: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 def main() -> None:
     """Run a command. Mistakes of the user end in one line and exit code 2."""
+    if sys.stderr is None:  # closed: what is said there goes nowhere, and nowhere else
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        fail("standard output is closed")
     command = typer.main.get_command(app)
     try:
         with command.make_context("vecroute", sys.argv[1:] or ["--help"]) as context:

@@ -1,13 +1,20 @@
-"""What the commands share: the app, options, and how they read and tell."""
+"""Options and helpers that the commands share."""
 
 import contextlib
 import logging
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+
+from vecroute.cli.threads import limit_threads
+from vecroute.io.cells import visible
+
+CLASSIFIED = 256  # texts between two steps of a progress bar
+
 
 app = typer.Typer(
     help="Classifiers of texts and images on frozen Transformers, whose predictions come with explanations.",
@@ -17,25 +24,63 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-Model = Annotated[Path, typer.Argument(help="Folder that `vecroute fit` wrote.")]
+
+def one_character(value: str | None) -> str | None:
+    """A delimiter, where a tab may be written as \\t or tab."""
+    found = "\t" if value in ("\\t", "tab") else value
+    if found is not None and (len(found) != 1 or found in '"\r\n'):
+        raise typer.BadParameter(f"{value!r} is not one character, such as ; or tab.")
+    return found
+
+
+def finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+Model = Annotated[
+    Path, typer.Argument(help="Folder that `vecroute fit` wrote, or its name on the Hugging Face hub.")
+]
 TextColumn = Annotated[str | None, typer.Option("--text", help="Column of texts; as in `fit` if left out.")]
 LabelColumn = Annotated[
     str | None, typer.Option("--label", help="Column of labels, as in `fit` if left out.")
 ]
 Encoder = Annotated[str | None, typer.Option(help="Where the encoder is now, if not where it was.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the GPU if there is one.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Refuse rows without text or label.")]
+Delimiter = Annotated[
+    str | None,
+    typer.Option(
+        callback=one_character, help="Between cells of .csv files: ; or tab, ...; found out if left out."
+    ),
+]
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    print("vecroute:", " ".join(lines) or "failed", file=sys.stderr)
+    print("vecroute:", visible(" ".join(lines)) or "failed", file=sys.stderr)
     sys.exit(code)
 
 
 def load(model: Path, encoder: str | None, device: str | None) -> Any:
     from vecroute.classifier import RoutingClassifier
 
+    limit_threads()
     return RoutingClassifier.from_pretrained(model, encoder=encoder, device=device)
+
+
+def check_data(data: Path) -> None:
+    """Raise at once for data that is not there, before a model is loaded."""
+    if str(data) != "-" and not data.exists():
+        raise ValueError(f"{data} is not there")
+
+
+def check_output(path: Path | None) -> None:
+    """Raise at once for a file that cannot be written, before the work is done."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        what = "it is a folder" if path.is_dir() else f"{path.absolute().parent} is no folder"
+        raise ValueError(f"{path} cannot be written: {what}")
 
 
 def check_kind(classifier: Any, model: Path, data: Path) -> None:
@@ -51,16 +96,59 @@ def column(classifier: Any, given: str | None, kind: str) -> str:
     return given or classifier.about_.get(f"{kind} column", kind)
 
 
+def read_texts(data: Path, text: str, label: str | None, strict: bool, delimiter: str | None) -> Any:
+    """The texts of a table and their labels; rows without them are told and left out, or refused."""
+    from vecroute.io.samples import lacking, read_samples
+
+    samples = read_samples(data, text, label, strict=strict, delimiter=delimiter)
+    if len(samples.texts) < samples.n_rows:
+        tell(f"{data}: {lacking(samples, data)}: skipped")
+    return samples
+
+
 def checked(texts: Any, name: str, where: Any, first: int = 0) -> list[str]:
     from vecroute.classifier.labels import check_texts
 
     return check_texts(texts, f"column {name!r} of {where}", first)
 
 
+def classify(classifier: Any, texts: Sequence[Any]) -> Any:
+    """The probabilities [n, n_cls] of texts, with a progress bar on a terminal."""
+    import numpy as np
+
+    from vecroute.training.progress import progress_bar
+
+    found = []
+    with progress_bar(sys.stderr.isatty(), "classifying", len(texts)) as bar:
+        for start in range(0, len(texts), CLASSIFIED):
+            found.append(classifier.predict_proba(texts[start : start + CLASSIFIED]))  # [b, n_cls]
+            bar(min(start + CLASSIFIED, len(texts)))
+    return np.concatenate(found)
+
+
+def tell(message: str) -> None:
+    """A line on standard error, for people, whether they look at a terminal or at a log."""
+    print("vecroute:", visible(message), file=sys.stderr)
+
+
+def wrote(path: Path) -> None:
+    """Say what was written, on a terminal."""
+    if sys.stderr.isatty():
+        tell(f"wrote {path}")
+
+
+class Visible(logging.Formatter):
+    """Messages without characters that control a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), keep="\n")
+
+
 @contextlib.contextmanager
 def told() -> Iterator[None]:
     """Messages of the library on standard error: all on a terminal, else warnings."""
     logger, handler = logging.getLogger("vecroute"), logging.StreamHandler()
+    handler.setFormatter(Visible())
     training = logging.getLogger("vecroute.training")
     levels = logger.level, training.level
     logger.addHandler(handler)

@@ -6,21 +6,24 @@ from typing import Annotated, Any
 
 import typer
 
-from vecroute.cli.common import Device, app, checked, told
+from vecroute.cli.common import Delimiter, Device, Strict, app, check_data, finite, read_texts, told
+from vecroute.cli.threads import limit_threads
 
 
 @app.command(epilog="Example: vecroute compare data.csv --heads all --seeds 5")
 def compare(
     data: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .jsonl or .parquet, maybe .gz.")],
     heads: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
-    seeds: Annotated[int, typer.Option(help="How often each head is fitted.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="How often each head is fitted.")] = 5,
     test: Annotated[Path | None, typer.Option(help="Table to test on; a part of DATA if left out.")] = None,
     text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
     encoder: Annotated[str, typer.Option(help="minilm, a name on the hub, or a folder.")] = "minilm",
-    epochs: Annotated[int | None, typer.Option(help="At most; by the data if left out.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="At most; by the data if left out.")] = None,
+    lr: Annotated[float | None, typer.Option(callback=finite, help="Learning rate.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per head, no table.")] = False,
+    strict: Strict = False,
+    delimiter: Delimiter = None,
     device: Device = None,
 ) -> None:
     """Compare heads on a table of texts and labels: accuracy, spread, paired test, time, parameters.
@@ -31,19 +34,21 @@ def compare(
     from vecroute.classifier.compare import compare as run
     from vecroute.classifier.compare import show
     from vecroute.heads import HEADS
-    from vecroute.io.tables import read_table
 
+    limit_threads()
+    check_data(data)
     names = list(HEADS) if heads == "all" else [name.strip() for name in heads.split(",")]
-    table = read_table(data, text, label)
+    samples = read_texts(data, text, label, strict, delimiter)
     tested = None
     if test is not None:
-        other = read_table(test, text, label)
-        tested = (checked(other[text], text, test), other[label])
+        check_data(test)
+        other = read_texts(test, text, label, strict, delimiter)
+        tested = (other.texts, other.labels)
     given: dict[str, Any] = {"max_epochs": epochs} | ({} if lr is None else {"lr": lr})
     with told():
         rows = run(
-            checked(table[text], text, data),
-            table[label],
+            samples.texts,
+            samples.labels,
             names,
             seeds=seeds,
             test=tested,

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from vecroute.cli.common import app, told
+from vecroute.cli.threads import limit_threads
 
 
 @app.command(epilog="Example: vecroute demo --out demo/")
@@ -16,6 +17,7 @@ def demo(
     images: Annotated[bool, typer.Option("--images", help="Shapes drawn on photos instead.")] = False,
 ) -> None:
     """Fit film review sentences, or drawn images, compare with logistic regression, and explain a few."""
+    limit_threads()
     if images:
         from vecroute.demo.shapes import run
     else:

@@ -1,12 +1,26 @@
 """``vecroute faithfulness``."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vecroute.cli.common import Device, Encoder, Model, TextColumn, app, checked, column, load
+from vecroute.cli.common import (
+    Delimiter,
+    Device,
+    Encoder,
+    Model,
+    Strict,
+    TextColumn,
+    app,
+    check_data,
+    check_kind,
+    column,
+    load,
+    read_texts,
+)
 
 
 @app.command(epilog="Example: vecroute faithfulness model/ test.csv --texts 200")
@@ -16,22 +30,33 @@ def faithfulness(
     methods: Annotated[
         str, typer.Option(help="Names with ; between, or all.")
     ] = "contributions, margin;phi;random",
-    texts: Annotated[int, typer.Option(help="Measure at most so many texts, the first ones.")] = 100,
+    texts: Annotated[int, typer.Option(min=1, help="Measure at most so many texts, the first ones.")] = 100,
     text: TextColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per measure, no table.")] = False,
+    strict: Strict = False,
+    delimiter: Delimiter = None,
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
     """Measure how faithful explanations are: delete what they name, and look at the prediction again."""
     from vecroute.explain.attribution import METHODS, Reader
     from vecroute.explain.faithfulness import measure, show, summarize
-    from vecroute.io.tables import read_table
+    from vecroute.training.progress import progress_bar
 
+    check_data(data)
     classifier = load(model, encoder, device)
-    text = column(classifier, text, "text")
-    table = read_table(data, text)[:texts]
+    check_kind(classifier, model, data)
+    samples = read_texts(data, column(classifier, text, "text"), None, strict, delimiter)
+    chosen = samples.texts[:texts]
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(";")]
-    rows = measure(Reader(*classifier._ready()), checked(table[text], text, data), names)
+    with progress_bar(sys.stderr.isatty(), "measuring", len(chosen)) as bar:
+        done = [0]
+
+        def step(n: int) -> None:
+            done[0] += n
+            bar(done[0])
+
+        rows = measure(Reader(*classifier._ready()), chosen, names, step=step)
     summary = summarize(rows)
     if as_json:
         for row in summary:

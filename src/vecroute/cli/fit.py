@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vecroute.cli.common import Device, app, checked, fail, told
+from vecroute.cli.common import Delimiter, Device, Strict, app, check_data, fail, finite, read_texts, told
+from vecroute.cli.threads import limit_threads
 
 
 @app.command(
@@ -20,7 +21,7 @@ def fit(
             help="Table: .csv, .tsv, .jsonl or .parquet, maybe .gz; or a folder of images by class."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, unless --force.")],
     text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
     encoder: Annotated[
@@ -29,28 +30,40 @@ def fit(
     head: Annotated[
         str, typer.Option(help="routing, wide (MLPs twice as wide), paper (its own), ...")
     ] = "routing",
-    epochs: Annotated[int | None, typer.Option(help="At most; by the data if left out.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Texts per step.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same classifier.")] = 0,
+    epochs: Annotated[int | None, typer.Option(min=1, help="At most; by the data if left out.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Texts per step.")] = None,
+    lr: Annotated[float | None, typer.Option(callback=finite, help="Learning rate.")] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="The same seed gives the same classifier.")
+    ] = 0,
     validation: Annotated[
         float | None, typer.Option(help="Fraction of the texts to validate on; by the data if left out.")
     ] = None,
     balanced: Annotated[bool, typer.Option(help="Give every class the same weight.")] = False,
-    max_length: Annotated[int | None, typer.Option(help="Tokens per chunk of a long text.")] = None,
-    stride: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share.")] = 0,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens per chunk of a long text.")] = None,
+    stride: Annotated[int, typer.Option(min=0, help="Tokens that neighbouring chunks share.")] = 0,
     cache: Annotated[bool, typer.Option(help="Keep hidden states for the next time.")] = True,
     shard_inputs: Annotated[
         bool, typer.Option(help="With torchrun: share the positions of each text, not the texts.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model that `vecroute fit` wrote to --out before.")
+    ] = False,
+    keep_examples: Annotated[
+        bool, typer.Option("--keep-examples", help="Store three of the texts in the model, for its web page.")
+    ] = False,
+    strict: Strict = False,
+    delimiter: Delimiter = None,
     device: Device = None,
 ) -> None:
     """Fit a classifier to texts and labels, or to images. Interrupted, the same command goes on."""
     from vecroute.classifier import RoutingClassifier
 
-    check_place(out)
+    limit_threads()
+    check_data(data)
+    check_place(out, force)
     with told():
-        samples, labels, about = read_samples(data, text, label)
+        samples, labels, about = read_data(data, text, label, strict, delimiter)
     partial = out.with_name(f".{out.name}.partial")
     given: dict[str, Any] = {"batch_size": batch_size, "lr": lr}
     classifier = RoutingClassifier(
@@ -65,6 +78,7 @@ def fit(
         cache=cache,
         checkpoint=partial,
         shard_inputs=shard_inputs,
+        keep_examples=keep_examples,
         device=device,
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -81,33 +95,37 @@ def fit(
         fail(f"interrupted: the same command goes on from where it was ({partial})", 130)
     if os.environ.get("RANK", "0") != "0":  # one of several processes is enough
         return
-    classifier.save_pretrained(out, about={**about, "data": data.name})
+    classifier.save_pretrained(out, overwrite=force, about={**about, "data": data.name})
     accuracy = classifier.validation_accuracy_
     validated = "" if accuracy is None else f", validation accuracy {accuracy:.3f}"
     trained = f"{classifier.n_texts_['train']} {'images' if data.is_dir() else 'texts'}"
     print(f"{out}: {len(classifier.classes_)} classes from {trained}{validated}")
 
 
-def read_samples(data: Path, text: str, label: str) -> tuple[Any, Any, dict[str, str]]:
+def read_data(
+    data: Path, text: str, label: str, strict: bool, delimiter: str | None
+) -> tuple[Any, Any, dict[str, str]]:
     """Texts and labels of a table, or images and labels of a folder, and what to remember of them."""
     from vecroute.classifier.labels import check_labels
     from vecroute.io.images import read_folder
-    from vecroute.io.tables import read_table
 
     if data.is_dir():
         folder = read_folder(data)
         check_labels(folder.labels, len(folder.paths), f"labels of {data}")
         return folder.paths, folder.labels, {}
-    table = read_table(data, text, label)
-    texts = checked(table[text], text, data)
-    check_labels(table[label], len(texts), f"column {label!r} of {data}")
-    return texts, table[label], {"text column": text, "label column": label}
+    samples = read_texts(data, text, label, strict, delimiter)
+    check_labels(samples.labels, len(samples.texts), f"column {label!r} of {data}")
+    return samples.texts, samples.labels, {"text column": text, "label column": label}
 
 
-def check_place(out: Path) -> None:
+def check_place(out: Path, force: bool) -> None:
     """Raise now what writing would raise after all the work."""
+    from vecroute.classifier.saving import read_config
+
     if out.exists():
-        raise ValueError(f"{out} exists: choose another --out, or remove it first")
+        if not force:
+            raise ValueError(f"{out} exists: choose another --out, or replace a model by --force")
+        read_config(out)  # raises if it is no model
     place = next(parent for parent in out.absolute().parents if parent.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise ValueError(f"{out} cannot be written: {place} is no folder to write to")

@@ -1,8 +1,6 @@
 """``vecroute predict``."""
 
-import csv
 import enum
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from vecroute.cli.common import Device, Encoder, Model, TextColumn, app, check_kind, checked, column, load
+from vecroute.cli.common import (
+    Delimiter,
+    Device,
+    Encoder,
+    Model,
+    TextColumn,
+    app,
+    check_data,
+    check_kind,
+    column,
+    load,
+    tell,
+    told,
+)
 
 
 class Output(enum.StrEnum):
@@ -28,60 +39,93 @@ class Input(enum.StrEnum):
 @app.command(epilog="Example: cat reviews.txt | vecroute predict model/ > predictions.jsonl")
 def predict(
     model: Model,
-    data: Annotated[Path, typer.Argument(help="Table of texts, folder of images, or - for stdin.")] = Path(
-        "-"
-    ),
+    data: Annotated[
+        Path, typer.Argument(help="Table or .txt file of texts, folder of images, or - for stdin.")
+    ] = Path("-"),
     text: TextColumn = None,
     from_: Annotated[Input, typer.Option("--from", help="What comes from standard input.")] = Input.lines,
     to: Annotated[Output, typer.Option(help="What to write.")] = Output.jsonl,
-    rows: Annotated[int, typer.Option(help="Texts read, classified and written at a time.")] = 512,
+    rows: Annotated[int, typer.Option(min=1, help="Texts read, classified and written at a time.")] = 512,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse rows without text.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="In CSV, leave cells that a spreadsheet takes for formulas.")
+    ] = False,
+    delimiter: Delimiter = None,
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
-    """Classify texts or images, and write label and probabilities of each to standard output as they come."""
+    """Classify texts or images as they come: one row of output for each row of input.
+
+    Each row keeps its columns, and gets its label and the probability of each class. A row without text gets
+    an empty label.
+    """
+    from vecroute.io.predictions import CsvWriter, JsonWriter
+    from vecroute.io.samples import listed, text_of
+
+    check_data(data)
+    if str(data) == "-" and sys.stdin is None:
+        raise ValueError("standard input is closed: name a file of texts")
     classifier = load(model, encoder, device)
     check_kind(classifier, model, data)
     names = [str(label) for label in classifier.classes_]
-    table = csv.writer(sys.stdout)
-    if to is Output.csv:
-        table.writerow(["text", "label", *names])
-    for texts in read_texts(data, from_, column(classifier, text, "text"), rows):
-        for one, p in zip(texts, classifier.predict_proba(texts).tolist(), strict=True):
-            labels = predicted(classifier, names, p)
-            if to is Output.csv:
-                table.writerow([one, labels if isinstance(labels, str) else " ".join(labels), *p])
-            else:
-                row = {"text": one, "label": labels, "probabilities": dict(zip(names, p, strict=True))}
-                print(json.dumps(row, ensure_ascii=False))
-        sys.stdout.flush()
-
-
-def read_texts(data: Path, kind: Input, text: str, rows: int) -> Iterator[list[str]]:
-    """Texts of a file, or of standard input, some at a time."""
-    from vecroute.io.images import image_files
-    from vecroute.io.tables import checked_pieces, read_lines, read_pieces
-
-    pieces: Iterator[Any]
     where = "standard input" if str(data) == "-" else str(data)
+    writer: CsvWriter | JsonWriter | None = None
+    empty: list[int] = []
+    with told():
+        for chosen, piece in read_rows(data, from_, column(classifier, text, "text"), rows, delimiter):
+            texts = [
+                text_of(row, chosen, where, line) for row, line in zip(piece.rows, piece.lines, strict=True)
+            ]
+            empty += [line for line, one in zip(piece.lines, texts, strict=True) if not one]
+            if strict and empty:
+                raise ValueError(f"{where}: {listed(empty[:1])} has no text")
+            if writer is None:
+                columns = dict.fromkeys(name for row in piece.rows for name in row)
+                writer = (
+                    CsvWriter(sys.stdout, names, columns, raw)
+                    if to is Output.csv
+                    else JsonWriter(sys.stdout, names, columns)
+                )
+            found = iter(probabilities(classifier, [one for one in texts if one]))
+            for row, line, one in zip(piece.rows, piece.lines, texts, strict=True):
+                p = next(found) if one else []
+                writer.write(row, predicted(classifier, names, p), p, f"line {line} of {where}")
+            sys.stdout.flush()
+    if empty:
+        tell(f"{where}: {len(empty):,} rows have no text ({listed(empty)}): their label is empty")
+
+
+def read_rows(
+    data: Path, kind: Input, text: str, rows: int, delimiter: str | None
+) -> Iterator[tuple[str, Any]]:
+    """Pieces of a file, of standard input, or of a folder of images, each with its column of texts."""
+    from vecroute.io.images import image_files
+    from vecroute.io.samples import column_of
+    from vecroute.io.tables import LINE, Piece, pieces_of, read_pieces
+
     if data.is_dir():
         paths = [str(path) for path in image_files(data)]
-        yield from (paths[k : k + rows] for k in range(0, len(paths), rows))
-        return
-    if str(data) != "-":
-        pieces = (piece[text] for piece in read_pieces(data, text, rows=rows))
-    elif kind is Input.lines:
-        pieces, text = read_lines(sys.stdin.buffer, rows), "line"
+        for start in range(0, len(paths), rows):
+            some = paths[start : start + rows]
+            yield LINE, Piece([{LINE: path} for path in some], list(range(start + 1, start + 1 + len(some))))
+    elif str(data) != "-":
+        text = column_of(data, text)
+        for piece in read_pieces(data, text, rows=rows, delimiter=delimiter):
+            yield text, piece
     else:
-        tables = checked_pieces(sys.stdin.buffer, kind.value, where, text, rows=rows)
-        pieces = (piece[text] for piece in tables)
-    done = 0
-    for piece in pieces:
-        yield checked(piece, text, where, done)
-        done += len(piece)
+        given, text = ("txt", LINE) if kind is Input.lines else (kind.value, text)
+        source = sys.stdin.buffer
+        for piece in pieces_of(source, given, "standard input", text, rows=rows, delimiter=delimiter):
+            yield text, piece
+
+
+def probabilities(classifier: Any, texts: list[str]) -> list[list[float]]:
+    """The probabilities of each text, [n][n_cls]."""
+    return classifier.predict_proba(texts).tolist() if texts else []
 
 
 def predicted(classifier: Any, names: list[str], p: list[float]) -> str | list[str]:
-    """The predicted label, or all that are more likely than not."""
+    """The predicted label, or all that are more likely than not; an empty one without probabilities."""
     if classifier.multi_label:
-        return [name for name, share in zip(names, p, strict=True) if share > 0.5]
-    return names[p.index(max(p))]
+        return [name for name, share in zip(names, p, strict=False) if share > 0.5]
+    return names[p.index(max(p))] if p else ""

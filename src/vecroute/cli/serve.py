@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from vecroute.cli.common import Device, Encoder, Model, app, load
+from vecroute.cli.common import Device, Encoder, Model, app, finite, load
 from vecroute.storage import require
 
 
@@ -12,12 +12,14 @@ from vecroute.storage import require
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for others too.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port, 0 for any that is free.")] = 8000,
-    max_batch: Annotated[int, typer.Option(help="Requests answered together.")] = 64,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get 503.")] = 256,
-    max_characters: Annotated[int, typer.Option(help="Of a text.")] = 100_000,
-    max_image_bytes: Annotated[int, typer.Option(help="Of an image.")] = 10_000_000,
-    seconds: Annotated[float, typer.Option(help="Time limit of a request.")] = 60.0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port, 0 for any that is free.")] = 8000,
+    max_batch: Annotated[int, typer.Option(min=1, help="Requests answered together.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 503.")] = 256,
+    max_characters: Annotated[int, typer.Option(min=1, help="Of a text.")] = 100_000,
+    max_image_bytes: Annotated[int, typer.Option(min=1, help="Of an image.")] = 10_000_000,
+    seconds: Annotated[
+        float, typer.Option(min=0.001, max=1e6, callback=finite, help="Time limit of a request.")
+    ] = 60.0,
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:

@@ -1,97 +1,217 @@
-"""Tables of texts and labels in files: CSV, TSV, JSON lines and Parquet, whole or in pieces."""
+"""Rows of tables in files: CSV, TSV, JSON lines, Parquet and lines of text, some rows at a time."""
 
+import csv
 import gzip
 import io
 import itertools
 import json
-import warnings
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-import pandas as pd  # type: ignore[import-untyped]
 import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
-FORMATS = ("csv", "tsv", "jsonl", "parquet")
+FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt")
+DELIMITERS = (",", ";", "\t", "|")  # tried in this order
 ROWS = 512  # in a piece
+MAX_COLUMNS = 10_000
+MAX_CELL = 2**31 - 1  # characters
+LINE = "text"  # the column of lines of text
 
 
-def read_table(path: str | Path, text: str, *others: str) -> pd.DataFrame:
-    """The whole table.
+class Piece(NamedTuple):
+    """Some rows of a table."""
+
+    rows: list[dict[str, Any]]  # cells by column; those of CSV and TSV are strings
+    lines: list[int]  # where each row begins: the line of the file, counted from 1; of Parquet the row
+
+
+def read_pieces(
+    path: str | Path, *columns: str, rows: int = ROWS, delimiter: str | None = None
+) -> Iterator[Piece]:
+    """The rows of a table, some at a time, none left out: an empty line of a CSV file is an empty row.
 
     Args:
-        path: ends with .csv, .tsv, .jsonl or .parquet, and maybe .gz after that.
-        text: the column of texts.
-        others: more columns that must be there. Cells of .csv and .tsv are strings, whatever they look like.
+        path: ends with .csv, .tsv, .jsonl, .parquet or .txt, and maybe .gz after that.
+        columns: that must be there. A .txt file has the column "text" alone.
+        rows: how many at a time.
+        delimiter: between cells of .csv and .tsv files, None to find it by the columns.
 
     Raises:
-        ValueError: a file that is missing, empty, damaged, not UTF-8, or without the columns.
+        ValueError: a file that is missing, empty, damaged, not UTF-8, without the columns, or with more than
+            10,000 columns.
     """
-    return pd.concat(list(read_pieces(path, text, *others, rows=2**31 - 1)), ignore_index=True)
-
-
-def read_pieces(path: str | Path, text: str, *others: str, rows: int = ROWS) -> Iterator[pd.DataFrame]:
-    """The table in pieces of so many rows, each with its columns checked; see ``read_table``."""
     path = Path(path)
     kind = file_format(path)
-    if not path.is_file():
-        raise ValueError(f"{path} is not there" if not path.exists() else f"{path} is no file")
+    check_file(path)
     opened: Any = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # noqa: SIM115
     with opened as file:
-        yield from checked_pieces(file, kind, str(path), text, *others, rows=rows)
+        yield from pieces_of(file, kind, str(path), *columns, rows=rows, delimiter=delimiter)
 
 
-def checked_pieces(
-    file: IO[bytes], kind: str, name: str, text: str, *others: str, rows: int = ROWS
-) -> Iterator[pd.DataFrame]:
-    """Pieces of an open file, with errors in one line that begins with its name."""
-    found = False
-    with closing(raw_pieces(file, kind, rows)) as pieces:
-        while (piece := next_piece(pieces, name)) is not None:
-            for column in (text, *others):
-                if column not in piece.columns:
-                    known = ", ".join(repr(str(there)) for there in piece.columns)
+def check_file(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is not there" if not path.exists() else f"{path} is no file")
+
+
+def pieces_of(
+    file: IO[bytes], kind: str, name: str, *columns: str, rows: int = ROWS, delimiter: str | None = None
+) -> Iterator[Piece]:
+    """Pieces of an open file, with errors in one line that begins with its name; see ``read_pieces``."""
+    found: set[str] = set()
+    with closing(numbered_rows(file, kind, columns, delimiter)) as numbered:
+        while some := next_rows(numbered, rows, name):
+            piece = Piece([row for _, row in some], [line for line, _ in some])
+            found.update(*piece.rows)
+            for column in columns:
+                if column not in found:
+                    known = ", ".join(repr(there) for there in piece.rows[0])
                     raise ValueError(f"{name} has no column {column!r}, it has {known}")
-            found = found or len(piece) > 0
             yield piece
-    if not found:
+    if not found and kind != "txt":  # no lines are no texts, and nothing to do
         raise ValueError(f"{name} is empty: it has no rows")
 
 
-def next_piece(pieces: Iterator[pd.DataFrame], name: str) -> pd.DataFrame | None:
-    """The next piece, None at the end; whatever a reader raises becomes one line."""
+def next_rows(
+    numbered: Iterator[tuple[int, dict[str, Any]]], rows: int, name: str
+) -> list[tuple[int, dict[str, Any]]]:
+    """The next rows, none at the end; each error of a reader becomes one line."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)
-            return next(pieces, None)
+        with long_cells():
+            return list(itertools.islice(numbered, rows))
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ValueError(f"{name} is not UTF-8 text: it has the byte 0x{byte:02x}") from error
-    except pd.errors.EmptyDataError as error:
-        raise ValueError(f"{name} is empty") from error
+    except Refused as error:
+        raise ValueError(f"{name} {error}") from error
     except Exception as error:  # each format has its own
-        raise ValueError(f"{name} could not be read: {str(error).strip().splitlines()[0]}") from error
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{name} could not be read: {message}") from error
 
 
-def raw_pieces(file: IO[bytes], kind: str, rows: int) -> Generator[pd.DataFrame]:
-    """Pieces as the format's own reader gives them. Only an empty cell is missing, the word NA is not."""
+class Refused(ValueError):
+    """What is wrong with a table, to be said after its name."""
+
+
+@contextmanager
+def long_cells() -> Iterator[None]:
+    """Let cells of CSV be as long as texts are. The limit is one for the whole process, so it is set back."""
+    before = csv.field_size_limit(MAX_CELL)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def numbered_rows(
+    file: IO[bytes], kind: str, columns: Sequence[str], delimiter: str | None
+) -> Generator[tuple[int, dict[str, Any]]]:
+    """Each row and where it begins."""
     if kind == "parquet":
-        # Parquet is read from its end, so a stream that cannot be wound back is read as a whole.
-        source = file if file.seekable() else io.BytesIO(file.read())
-        for batch in parquet.ParquetFile(source).iter_batches(rows):
-            yield batch.to_pandas()
-        return
-    if kind == "jsonl":
-        lines = (line for line in file if line.strip())
-        while some := list(itertools.islice(lines, rows)):
-            yield pd.DataFrame([json.loads(line) for line in some])
-        return
-    options = {"dtype": str, "keep_default_na": False, "na_values": [""], "index_col": False}
-    with pd.read_csv(
-        file, sep="," if kind == "csv" else "\t", chunksize=rows, encoding="utf-8-sig", **options
-    ) as reader:
-        yield from reader
+        yield from parquet_rows(file)
+    elif kind == "jsonl":
+        yield from json_rows(file)
+    elif kind == "txt":
+        for number, line in enumerate(file, 1):
+            yield number, {LINE: line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")}
+    else:
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        try:
+            yield from csv_rows(text, kind, columns, delimiter)
+        finally:
+            text.detach()  # standard input is not ours to close
+
+
+def parquet_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    # Parquet is read from its end, so a stream that cannot be wound back is read as a whole.
+    table = parquet.ParquetFile(file if file.seekable() else io.BytesIO(file.read()))
+    check_width(table.metadata.num_columns, "its schema")
+    number = itertools.count(1)
+    for batch in table.iter_batches(ROWS):
+        yield from zip(number, batch.to_pylist(), strict=False)
+
+
+def json_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue  # the end of a file often has one; a row would be {}
+        try:
+            row = json.loads(line)
+        except RecursionError as error:
+            raise Refused(f"could not be read: line {number} is nested too deep") from error
+        except json.JSONDecodeError as error:
+            raise Refused(f"could not be read: line {number} is no JSON ({error.msg})") from error
+        if not isinstance(row, dict):
+            raise Refused(f"could not be read: line {number} is no JSON object, but {type(row).__name__}")
+        check_width(len(row), f"line {number}")
+        yield number, row
+
+
+def csv_rows(
+    text: Iterable[str], kind: str, columns: Sequence[str], delimiter: str | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows by the names in the first line; a short row is filled up with empty cells."""
+    lines = iter(text)
+    first = next(lines, "")
+    if not first.strip():
+        raise Refused("is empty" if not first else "has no names of columns: its first line is empty")
+    if delimiter is None:
+        delimiter = "\t" if kind == "tsv" else find_delimiter(first, columns)
+    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    begin = 1
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise Refused(f"could not be read: {explained(error, begin)}") from error
+        if cells is None:
+            return
+        check_width(len(cells), f"line {begin}")
+        if names is None:
+            names = distinct(cells)
+        elif len(cells) > len(names):
+            raise Refused(
+                f"could not be read: line {begin} has {len(cells)} cells, the first line has {len(names)}; "
+                "a cell with a delimiter in it must stand in quotes"
+            )
+        else:
+            cells += [""] * (len(names) - len(cells))
+            yield begin, dict(zip(names, cells, strict=True))
+        begin = reader.line_num + 1
+
+
+def find_delimiter(first: str, columns: Sequence[str]) -> str:
+    """The delimiter that makes all columns appear in the first line, else the one that makes most names."""
+    names = {one: next(csv.reader([first], delimiter=one), []) for one in DELIMITERS}
+    for one in DELIMITERS:
+        if set(columns) <= set(names[one]):
+            return one
+    return max(DELIMITERS, key=lambda one: len(names[one]))
+
+
+def explained(error: csv.Error, begin: int) -> str:
+    if "unexpected end" in str(error):
+        return f"the row of line {begin} has a quote that is not closed"
+    return f"line {begin}: {error}; a quote inside a quoted cell must be doubled"
+
+
+def distinct(names: list[str]) -> list[str]:
+    """The names, with a number after those that came before."""
+    found: dict[str, None] = {}
+    for name in names:
+        number = itertools.count(2)
+        new = name
+        while new in found:
+            new = f"{name}_{next(number)}"
+        found[new] = None
+    return list(found)
+
+
+def check_width(n: int, where: str) -> None:
+    if n > MAX_COLUMNS:
+        raise Refused(f"has too many columns: {where} has {n:,}, at most {MAX_COLUMNS:,} are read")
 
 
 def file_format(path: Path) -> str:
@@ -99,15 +219,5 @@ def file_format(path: Path) -> str:
     suffixes = [suffix.lstrip(".").lower() for suffix in path.suffixes]
     suffixes = suffixes[:-1] if suffixes[-1:] == ["gz"] else suffixes
     if not suffixes or suffixes[-1] not in FORMATS:
-        raise ValueError(f"{path} must end with .csv, .tsv, .jsonl or .parquet, and maybe .gz")
+        raise ValueError(f"{path} must end with .csv, .tsv, .jsonl, .parquet or .txt, and maybe .gz")
     return suffixes[-1]
-
-
-def read_lines(file: IO[bytes], rows: int) -> Iterator[list[str]]:
-    """The lines of a file as texts, so many at a time."""
-    while some := list(itertools.islice(file, rows)):
-        try:
-            yield [line.decode().rstrip("\r\n") for line in some]
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            raise ValueError(f"standard input is not UTF-8 text: it has the byte 0x{byte:02x}") from error

@@ -1,0 +1,58 @@
+"""No more threads than cores: those of the machine, of the process, and of its control group."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def limit_threads() -> None:
+    """Let torch start no more threads than there are cores; ``OMP_NUM_THREADS`` may ask for fewer."""
+    import torch
+
+    cores = usable_cores()
+    if torch.get_num_threads() > cores:
+        torch.set_num_threads(cores)
+
+
+def usable_cores() -> int:
+    """The cores this process may use, at least one."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min([cores, *(math.ceil(quota) for quota in quotas())]))
+
+
+def quotas() -> Iterator[float]:
+    """How many cores each control group of this process allows: ``docker run --cpus 2`` makes one."""
+    for folder in cgroup_folders():
+        try:  # version 2, "max" is no limit
+            quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max":
+                yield int(quota) / int(period)
+        except (OSError, ValueError):
+            pass
+        try:  # version 1, -1 is no limit
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if int(quota) > 0:
+                yield int(quota) / int(period)
+        except (OSError, ValueError):
+            pass
+
+
+def cgroup_folders() -> Iterator[Path]:
+    """The folders of the control groups of this process and of those around them."""
+    try:
+        lines = OWN_CGROUP.read_text().splitlines()  # hierarchy:controllers:/path
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = CGROUPS / "cpu" if controllers else CGROUPS
+        inside = root / path.lstrip("/")
+        yield from (folder for folder in (inside, *inside.parents) if folder.is_relative_to(root))
+    yield CGROUPS  # in a container the path may be of the host

@@ -1,0 +1,73 @@
+"""Rows with their predictions, written as JSON lines or CSV: all columns stay, new ones come after them."""
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from typing import IO, Any
+
+from vecroute.io.cells import inert, is_missing, visible
+
+NOTE = "no text"
+# Characters that JSON allows and a terminal may obey.
+ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+
+
+class JsonWriter:
+    """A JSON object for each row: its cells, its label, its probabilities, and a note if it has no text."""
+
+    def __init__(self, file: IO[str], classes: Sequence[str], columns: Iterable[str]):
+        self.file, self.classes, self.columns = file, classes, list(columns)
+
+    def write(self, row: dict[str, Any], label: str | list[str], p: Sequence[float], where: str) -> None:
+        """Write a row, its label and the probabilities p [n_cls], none where it has no text."""
+        names = fresh(["label", "probabilities", "note"], [*self.columns, *row])
+        added = [label, dict(zip(self.classes, p, strict=False)), *([] if p else [NOTE])]
+        line = json.dumps(row | dict(zip(names, added, strict=False)), ensure_ascii=False, default=str)
+        print(line.translate(ESCAPED), file=self.file)
+
+
+class CsvWriter:
+    """A table with a header: the columns of the rows, ``label``, and the probability of each class.
+
+    Cells that a spreadsheet would take for a formula get an apostrophe, unless raw=True. On a terminal,
+    control characters are shown as escapes.
+    """
+
+    def __init__(self, file: IO[str], classes: Sequence[str], columns: Iterable[str], raw: bool = False):
+        self.columns, self.n_cls = list(columns), len(classes)
+        self.raw, self.terminal = raw, file.isatty()
+        self.table = csv.writer(file, lineterminator="\n")
+        self.put([*self.columns, *fresh(["label", *classes], self.columns)])
+
+    def write(self, row: dict[str, Any], label: str | list[str], p: Sequence[float], where: str) -> None:
+        """Write a row, its label and the probabilities p [n_cls], none where it has no text."""
+        if new := [name for name in row if name not in self.columns]:
+            raise ValueError(
+                f"{where} has the column {new[0]!r}, which the header above lacks: use --to jsonl"
+            )
+        joined = label if isinstance(label, str) else " ".join(label)
+        self.put([*(row.get(name) for name in self.columns), joined, *(list[Any](p) or [""] * self.n_cls)])
+
+    def put(self, cells: Iterable[Any]) -> None:
+        self.table.writerow([self.cell(one) for one in cells])
+
+    def cell(self, value: Any) -> Any:
+        if isinstance(value, list | dict):
+            value = json.dumps(value, ensure_ascii=False, default=str)
+        if is_missing(value):
+            return ""
+        if not isinstance(value, str):
+            return value
+        value = value if self.raw else inert(value)
+        return visible(value) if self.terminal else value
+
+
+def fresh(names: Sequence[str], taken: Iterable[str]) -> list[str]:
+    """The names, each with ``_predicted`` after it as long as something else has that name."""
+    used, found = set(taken), []
+    for name in names:
+        while name in used:
+            name += "_predicted"
+        used.add(name)
+        found.append(name)
+    return found
