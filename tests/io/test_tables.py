@@ -92,7 +92,7 @@ def test_cells_may_be_long_and_the_limit_of_others_stays(tmp_path):
 )
 def test_a_million_columns_are_refused(tmp_path, name, content):
     path = write(tmp_path / name, content(10**6))
-    with pytest.raises(ValueError, match=r"has too many columns: line [123] has 1,000,00.*, at most 10,000"):
+    with pytest.raises(ValueError, match=r"has too many columns: line [123] has 1,000,00\d"):
         rows_of(path, "text")
 
 

@@ -16,6 +16,7 @@ FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt")
 DELIMITERS = (",", ";", "\t", "|")  # tried in this order
 ROWS = 512  # in a piece
 MAX_COLUMNS = 10_000
+MAX_KEYS = 100_000  # of a JSON line, nested ones too
 MAX_CELL = 2**31 - 1  # characters
 LINE = "text"  # the column of lines of text
 
@@ -136,6 +137,9 @@ def json_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue  # the end of a file often has one; a row would be {}
+        n_keys = line.count(b'":') - line.count(b'\\":')  # counted before they are parsed, which takes long
+        if n_keys > MAX_KEYS:
+            raise Refused(f"has too many columns: line {number} has {n_keys:,} keys, nested ones too")
         try:
             row = json.loads(line)
         except RecursionError as error:
@@ -156,6 +160,8 @@ def csv_rows(
     first = next(lines, "")
     if not first.strip():
         raise Refused("is empty" if not first else "has no names of columns: its first line is empty")
+    n_delimiters = max(first.count(one) for one in (delimiter or DELIMITERS))
+    check_width(n_delimiters + 1, "line 1")  # counted before they are parsed, which takes long
     if delimiter is None:
         delimiter = "\t" if kind == "tsv" else find_delimiter(first, columns)
     reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
