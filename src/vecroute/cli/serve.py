@@ -12,6 +12,7 @@ from vecroute.storage import require
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for others too.")] = "127.0.0.1",
+<<<<<<< HEAD
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port, 0 for any that is free.")] = 8000,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests answered together.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 503.")] = 256,
@@ -19,6 +20,18 @@ def serve(
     max_image_bytes: Annotated[int, typer.Option(min=1, help="Of an image.")] = 10_000_000,
     seconds: Annotated[
         float, typer.Option(min=0.001, max=1e6, callback=finite, help="Time limit of a request.")
+=======
+    port: Annotated[int, typer.Option(help="Port, 0 for any that is free.")] = 8000,
+    max_batch: Annotated[int, typer.Option(help="Requests answered together.")] = 64,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get 503.")] = 256,
+    max_characters: Annotated[int, typer.Option(help="Of a text.")] = 100_000,
+    max_tokens: Annotated[int, typer.Option(help="Of a request with texts.")] = 32_768,
+    max_image_bytes: Annotated[int, typer.Option(help="Of an image.")] = 10_000_000,
+    max_pixels: Annotated[int, typer.Option(help="Of an image.")] = 25_000_000,
+    max_connections: Annotated[int, typer.Option(help="Open at a time; more get 503.")] = 512,
+    seconds: Annotated[
+        float, typer.Option(help="Time limit of a request, and of reading its answer.")
+>>>>>>> 980706c (Cut long requests into pieces, refuse too much work by tokens and pixels, and time out sockets of the server)
     ] = 60.0,
     encoder: Encoder = None,
     device: Device = None,
@@ -30,12 +43,16 @@ def serve(
 
     limits = web.Limits(
         max_characters=max_characters,
+        max_tokens=max_tokens,
         max_image_bytes=max_image_bytes,
+        max_pixels=max_pixels,
         seconds=seconds,
         max_batch=max_batch,
         max_waiting=max_waiting,
+        max_connections=max_connections,
     )
     with web.bind(host, port) as bound:
         classifier = load(model, encoder, device)
         page = web.create_app(classifier, name=model.resolve().name, limits=limits, hosts=web.hosts_for(host))
-        web.run(page, bound, seconds, lambda: print(f"{model} is at {web.address(bound)}", flush=True))
+        told = f"{model} is at {web.address(bound)}"
+        web.run(page, bound, seconds, lambda: print(told, flush=True), max_connections)

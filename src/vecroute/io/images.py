@@ -19,6 +19,7 @@ from vecroute.storage import require
 logger = logging.getLogger(__name__)
 
 MAX_PIXELS = 64_000_000  # of an image; below what Pillow takes for an attack
+MAX_SIDE = 32_768  # pixels of its width or height: decoders take a lot of memory for very long rows
 SUFFIXES = {
     ".jpg",
     ".jpeg",
@@ -239,6 +240,8 @@ def check_size(size: tuple[int, int], name: str) -> None:
         raise ValueError(f"{name} must have pixels, got {width} x {height}")
     if width * height > MAX_PIXELS:
         raise ValueError(f"{name} has {width} x {height} pixels, more than the {MAX_PIXELS:,} that are read")
+    if max(size) > MAX_SIDE:
+        raise ValueError(f"{name} has {width} x {height} pixels, a side longer than {MAX_SIDE:,}")
 
 
 def decoded(image: Any, name: str) -> Any:

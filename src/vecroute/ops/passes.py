@@ -23,6 +23,7 @@ from vecroute.ops.matmul import (
     accumulate_over_inputs,
     over_batch,
 )
+from vecroute.ops.pieces import between_pieces
 from vecroute.ops.paths.long import clusters, rounded
 from vecroute.ops.problem import SMALL_COPY, Grads, Problem, over_samples
 
@@ -126,6 +127,8 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         phi, to_sum, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, dtype, room)  # and [b, j, k]
         phi_T, add_sum = phi.mT, p.pairs.summer(s[like.samples], to_sum)  # [b, j, i]
         for chunk in same:
+            if p.x_inp.is_cpu:
+                between_pieces()
             x = inputs(p, chunk)  # [b, i, d]
             if first and not p.variable:
                 p.pairs.activations(p, chunk, x, of_chunk(f, chunk))
@@ -183,6 +186,8 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
         total_M = grad_M if first else grad_M[samples]  # [b or 1, q - j, d]
         add_sum = p.pairs.summer(sums[samples], of_chunk(to_sum, like).mT) if p.variable else None
         for chunk in same:
+            if p.x_inp.is_cpu:  # a GPU is soon done, and its settings of precision are those of the process
+                between_pieces()
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
             operand = as_operand(p, x, chunk)  # [b, i, d]
             multiply(chunk, operand)

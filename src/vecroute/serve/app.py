@@ -1,6 +1,7 @@
 """The web application: routes, limits, and headers that let browsers run its own script alone."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,12 @@ from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from torch import nn
 
 from vecroute.explain.explanation import UNITS
 from vecroute.explain.html import STYLE, environment
@@ -20,10 +24,14 @@ from vecroute.explain.image import ImageExplanation
 from vecroute.serve import schemas
 from vecroute.serve.answers import Answers, Explain, Predict, Save
 from vecroute.serve.api import add_api, add_image_api
-from vecroute.serve.batching import Batcher, QueueFull
+from vecroute.serve.batching import Batcher, GivenUp, QueueFull, cut_into_pieces
 from vecroute.serve.guard import Guard
 
 VERSION = version("vecroute")
+DAY = 24 * 60 * 60
+MOST_TOKENS = (
+    32  # of a character, whatever the tokenizer: the longest decomposition in Unicode has 18 letters
+)
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -51,22 +59,33 @@ class Limits:
 
     Args:
         max_characters: of a text.
-        max_image_bytes: of an image.
-        seconds: for a request to come, and for its answer.
+        max_tokens: of a request, all its texts together.
+        max_image_bytes: of the file of an image.
+        max_pixels: of an image.
+        seconds: for a request to come, for its answer, and for the answer to be read.
         max_batch: requests answered together, 1 for none.
         max_waiting: requests that wait; more get 503 and when to come again.
+        max_connections: open at a time; more get 503 too.
+
+    Raises:
+        ValueError: a limit that is not more than 0, or more seconds than a day has.
     """
 
     max_characters: int = 100_000
+    max_tokens: int = 32_768
     max_image_bytes: int = 10_000_000
+    max_pixels: int = 25_000_000
     seconds: float = 60.0
     max_batch: int = 64
     max_waiting: int = 256
+    max_connections: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("max_characters", "max_image_bytes", "seconds", "max_batch", "max_waiting"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name} must be more than 0, got {value}")
+        if self.seconds > DAY:
+            raise ValueError(f"seconds must be at most {DAY}, got {self.seconds}")
 
     @property
     def max_bytes(self) -> int:
@@ -93,6 +112,8 @@ def create_app(
     limits, images = limits or Limits(), hasattr(classifier.encoder_, "grid")
     classifier.predict_proba([np.zeros((8, 8, 3), np.uint8)] if images else ["warm up"])
     answers, sample = Answers(classifier), "an image" if images else "a text"
+    if isinstance(network := getattr(classifier.encoder_, "model", None), nn.Module):
+        cut_into_pieces(network)
     batcher = Batcher(answers.answer, max_jobs=limits.max_batch, max_waiting=limits.max_waiting)
 
     @asynccontextmanager
@@ -114,14 +135,15 @@ def create_app(
     max_bytes = limits.max_image_bytes if images else limits.max_bytes
     app.add_middleware(Guard, headers=HEADERS, max_bytes=max_bytes, seconds=limits.seconds)
     app.add_exception_handler(RequestValidationError, mistake)
+    app.add_exception_handler(StarletteHTTPException, refusal)
     add_pages(app, "image.html" if images else "index.html")
-    (add_image_api if images else add_api)(app, answers, partial(ask, batcher, limits))
+    (add_image_api if images else add_api)(app, answers, partial(ask, batcher, Budget(classifier, limits)))
 
     @app.get("/health", response_model=schemas.Health)
     async def health() -> dict[str, Any]:
         """Whether it is up, and how many requests wait."""
-        waiting, capacity = batcher.queue.qsize(), limits.max_waiting
-        return {"status": "ok", "version": VERSION, "waiting": waiting, "capacity": capacity}
+        capacity = limits.max_waiting
+        return {"status": "ok", "version": VERSION, "waiting": batcher.waiting, "capacity": capacity}
 
     @app.get("/model", response_model=schemas.ImageAbout if images else schemas.About)
     async def model() -> dict[str, Any]:
@@ -156,16 +178,46 @@ async def static(content: bytes, kind: str) -> Response:
     return Response(content, media_type=kind)
 
 
-async def ask(batcher: Batcher, limits: Limits, job: Predict | Explain | Save) -> Any:
+class Budget:
+    """How much work a request may be, known before the work begins: by characters, tokens, pixels."""
+
+    def __init__(self, classifier: Any, limits: Limits):
+        self.classifier, self.limits = classifier, limits
+        self.counting = asyncio.Lock()  # one text at a time, so that counting is no load of its own
+
+    async def check(self, samples: Sequence[Any]) -> None:
+        """Refuse what is too much.
+
+        Raises:
+            HTTPException: 413 with the limit.
+        """
+        limits = self.limits
+        for sample in samples:
+            if isinstance(sample, str) and len(sample) > limits.max_characters:
+                raise HTTPException(413, f"text must have at most {limits.max_characters} characters")
+            if not isinstance(sample, str) and sample.n_pixels > limits.max_pixels:
+                told = f"image must have at most {limits.max_pixels} pixels, got {sample.n_pixels}"
+                raise HTTPException(413, told)
+        texts = [sample for sample in samples if isinstance(sample, str)]
+        if sum(map(len, texts)) <= limits.max_tokens // MOST_TOKENS:
+            return
+        async with self.counting:
+            tokenized = await run_in_threadpool(self.classifier.encoder_.tokenize, texts)
+        n = sum(text.n_pos for text in tokenized)
+        if n > limits.max_tokens:
+            raise HTTPException(413, f"the request must have at most {limits.max_tokens} tokens, got {n}")
+
+
+async def ask(batcher: Batcher, budget: Budget, job: Predict | Explain | Save) -> Any:
     """The answer to a job, or why there is none."""
-    if any(isinstance(text, str) and len(text) > limits.max_characters for text in job.texts):
-        raise HTTPException(413, f"text must have at most {limits.max_characters} characters")
+    seconds = budget.limits.seconds
+    await budget.check(job.texts)
     try:
-        return await batcher.ask(job, limits.seconds)
+        return await batcher.ask(job, seconds)
     except QueueFull:
         raise HTTPException(503, "too many requests wait already", {"Retry-After": "1"}) from None
-    except TimeoutError:
-        raise HTTPException(504, f"no answer in {limits.seconds:g} seconds") from None
+    except (TimeoutError, GivenUp):
+        raise HTTPException(504, f"no answer in {seconds:g} seconds") from None
     except ValueError as error:  # such as a text of spaces alone
         raise HTTPException(422, str(error)) from None
 
@@ -177,3 +229,13 @@ async def mistake(request: Request, error: Exception) -> Response:
         place = ".".join(str(step) for step in problem["loc"] if step != "body")
         told.append(f"{place}: {problem['msg']}" if place else problem["msg"])
     return JSONResponse({"detail": "; ".join(told)}, 422)
+
+
+async def refusal(request: Request, error: Exception) -> Response:
+    """Why there is no answer, in a line."""
+    if not isinstance(error, StarletteHTTPException):
+        raise error
+    told = error.detail
+    if isinstance(error.__cause__, RecursionError):
+        told = "the request must be JSON, got brackets nested too deeply"
+    return JSONResponse({"detail": told}, error.status_code, error.headers)

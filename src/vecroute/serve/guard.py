@@ -9,9 +9,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+HELD = 16  # bodies of the largest size that all requests together may hold in memory
+
 
 class Guard:
     """ASGI middleware: requests of at most so many bytes, that come within so many seconds.
+
+    A request whose client has gone is cancelled.
 
     Args:
         app: what it stands before.
@@ -22,25 +26,12 @@ class Guard:
 
     def __init__(self, app: ASGIApp, headers: Mapping[str, str], max_bytes: int, seconds: float):
         self.app, self.headers, self.max_bytes, self.seconds = app, headers, max_bytes, seconds
+        self.held = 0  # bytes of the bodies of all requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        seen = 0
-        deadline = asyncio.get_running_loop().time() + self.seconds
-
-        async def receive_within_limits() -> Message:
-            nonlocal seen
-            left = deadline - asyncio.get_running_loop().time()
-            try:
-                message = await asyncio.wait_for(receive(), max(left, 0))
-            except TimeoutError:
-                raise HTTPException(408, f"the request must come within {self.seconds:g} seconds") from None
-            seen += len(message.get("body", b""))
-            if seen > self.max_bytes:
-                raise HTTPException(413, self._too_large)
-            return message
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -50,12 +41,77 @@ class Guard:
             await send(message)
 
         declared: Any = Headers(scope=scope).get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self.max_bytes:
+        if len(declared) > 20 or (declared.isdecimal() and int(declared) > self.max_bytes):
             response = JSONResponse({"detail": self._too_large}, 413, {"Connection": "close"})
             await response(scope, receive, send_with_headers)
             return
-        await self.app(scope, receive_within_limits, send_with_headers)
+        body = Body(self, receive)
+        try:
+            await self._while_connected(self.app(scope, body.receive, send_with_headers), body)
+        finally:
+            self.held -= body.seen
+
+    async def _while_connected(self, answering: Any, body: "Body") -> None:
+        """Wait for the answer, or cancel it when the client has gone."""
+        answer = asyncio.ensure_future(answering)
+        gone = asyncio.ensure_future(body.gone())
+        try:
+            await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done() and not gone.cancelled() and gone.result():
+                answer.cancel()
+                await asyncio.wait([answer])
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        finally:
+            gone.cancel()
+        if not answer.cancelled():
+            answer.result()  # raises what the application raised
 
     @property
     def _too_large(self) -> str:
         return f"the request must have at most {self.max_bytes} bytes"
+
+
+class Body:
+    """The body of one request, as it comes."""
+
+    def __init__(self, guard: Guard, receive: Receive):
+        self.guard, self._receive = guard, receive
+        self.seen, self.left = 0, False  # bytes; whether the client went before it had sent all
+        self.ended = asyncio.Event()
+        self.deadline = asyncio.get_running_loop().time() + guard.seconds
+
+    async def receive(self) -> Message:
+        """The next part. After the last part, or once the client has gone, nothing comes any more.
+
+        Raises:
+            HTTPException: it comes too late, is too large, or is more than all requests together may hold.
+        """
+        if self.ended.is_set():
+            await asyncio.get_running_loop().create_future()
+        left = self.deadline - asyncio.get_running_loop().time()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(left, 0))
+        except TimeoutError:
+            raise HTTPException(408, f"the request must come within {self.guard.seconds:g} seconds") from None
+        if message["type"] == "http.disconnect":
+            self.left = True
+            self.ended.set()
+            await asyncio.get_running_loop().create_future()
+        size = len(message.get("body", b""))
+        self.seen += size
+        self.guard.held += size
+        if self.seen > self.guard.max_bytes:
+            raise HTTPException(413, self.guard._too_large)
+        if self.guard.held > HELD * self.guard.max_bytes:
+            told = "too many large requests are being answered already"
+            raise HTTPException(503, told, {"Retry-After": "1"})
+        if not message.get("more_body"):
+            self.ended.set()
+        return message
+
+    async def gone(self) -> bool:
+        """Whether the client has gone: it ends the body, or comes after it."""
+        await self.ended.wait()
+        return self.left or (await self._receive())["type"] == "http.disconnect"

@@ -1,31 +1,142 @@
 """The server: a socket, and uvicorn, which finishes what it has begun before it ends."""
 
+import asyncio
+import json
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
 
 
-def run(app: FastAPI, bound: socket.socket, seconds: float, ready: Callable[[], Any] = lambda: None) -> None:
+MAX_CONNECTIONS = 512
+LINGER = 5.0  # seconds at most for a connection too many to send its request, so that it hears why
+
+
+def run(
+    app: FastAPI,
+    bound: socket.socket,
+    seconds: float,
+    ready: Callable[[], Any] = lambda: None,
+    max_connections: int = MAX_CONNECTIONS,
+) -> None:
     """Serve until interrupted or told to end; then no new requests, and answers to those at work.
 
     Args:
         app: what to serve.
         bound: the socket to listen on, see ``bind``.
-        seconds: for the last answers.
+        seconds: for a request to come, for its answer to be read, and for the last answers.
         ready: called when requests are answered.
+        max_connections: open at a time; more get 503.
     """
-    config = uvicorn.Config(
-        app, log_level="warning", server_header=False, timeout_graceful_shutdown=max(1, round(seconds))
-    )
-    server = Server(config, ready)
+    server = make_server(app, seconds, ready, max_connections)
     with suppress(KeyboardInterrupt):
         server.run(sockets=[bound])
+
+
+def make_server(
+    app: FastAPI, seconds: float, ready: Callable[[], Any], max_connections: int = MAX_CONNECTIONS
+) -> "Server":
+    """A server that is not running yet; see ``run``."""
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, seconds=seconds, most=max_connections),  # type: ignore[arg-type]
+        ws="none",
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(seconds)),
+    )
+    return Server(config, ready)
+
+
+class Connection(H11Protocol):
+    """A connection with limits of time: for a request to come, headers too, and for an answer to be read.
+
+    Args:
+        seconds: for each of these.
+        most: connections at a time; one more is told so, and closed.
+    """
+
+    def __init__(self, *args: Any, seconds: float, most: int, **options: Any):
+        super().__init__(*args, **options)
+        self.seconds, self.most = seconds, most
+        self.too_many = False
+        self.timers: dict[str, asyncio.TimerHandle] = {}
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.too_many = len(self.connections) > self.most
+        self._within("request", min(LINGER, self.seconds) if self.too_many else self.seconds, self._too_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for name in list(self.timers):
+            self._done(name)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.too_many:
+            self._refuse(503, f"too many connections: at most {self.most} are open at a time")
+            return
+        super().data_received(data)
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._done("request")
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE:  # the next request may come
+            self._within("request", self.seconds, self._too_late)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._within("answer", self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._done("answer")
+
+    def _should_upgrade(self) -> bool:
+        return False  # there are no web sockets here, which is nothing to warn of
+
+    def _too_late(self) -> None:
+        """The request has not come in time."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._within("request", 1.0, self._too_late)  # ``Guard`` answers it, then this closes
+        elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._refuse(408, f"the request must come within {self.seconds:g} seconds")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, told: str) -> None:
+        """Answer past the application, and close."""
+        body = json.dumps({"detail": told}).encode()
+        headers = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+        }
+        if status == 503:
+            headers["Retry-After"] = "1"
+        lines = [f"HTTP/1.1 {status} {'Service Unavailable' if status == 503 else 'Request Timeout'}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
+
+    def _within(self, name: str, seconds: float, late: Callable[[], Any]) -> None:
+        self._done(name)
+        self.timers[name] = self.loop.call_later(seconds, late)
+
+    def _done(self, name: str) -> None:
+        if name in self.timers:
+            self.timers.pop(name).cancel()
 
 
 class Server(uvicorn.Server):

@@ -1,0 +1,25 @@
+"""Long work in pieces: between two pieces, the caller may stop the work or let others go first."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_of_this_thread = threading.local()
+
+
+@contextmanager
+def in_pieces(between: Callable[[], None]) -> Iterator[None]:
+    """In this thread, call ``between`` before each piece of long work; an error that it raises ends it."""
+    before = getattr(_of_this_thread, "between", None)
+    _of_this_thread.between = between
+    try:
+        yield
+    finally:
+        _of_this_thread.between = before
+
+
+def between_pieces() -> None:
+    """Long loops call it before each piece. It does nothing outside of ``in_pieces``."""
+    between = getattr(_of_this_thread, "between", None)
+    if between is not None:
+        between()
