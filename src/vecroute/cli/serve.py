@@ -12,26 +12,19 @@ from vecroute.storage import require
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for others too.")] = "127.0.0.1",
-<<<<<<< HEAD
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port, 0 for any that is free.")] = 8000,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests answered together.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 503.")] = 256,
     max_characters: Annotated[int, typer.Option(min=1, help="Of a text.")] = 100_000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a request with texts.")] = 32_768,
     max_image_bytes: Annotated[int, typer.Option(min=1, help="Of an image.")] = 10_000_000,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Of an image.")] = 25_000_000,
+    max_connections: Annotated[int, typer.Option(min=1, help="Open at a time; more get 503.")] = 512,
     seconds: Annotated[
-        float, typer.Option(min=0.001, max=1e6, callback=finite, help="Time limit of a request.")
-=======
-    port: Annotated[int, typer.Option(help="Port, 0 for any that is free.")] = 8000,
-    max_batch: Annotated[int, typer.Option(help="Requests answered together.")] = 64,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get 503.")] = 256,
-    max_characters: Annotated[int, typer.Option(help="Of a text.")] = 100_000,
-    max_tokens: Annotated[int, typer.Option(help="Of a request with texts.")] = 32_768,
-    max_image_bytes: Annotated[int, typer.Option(help="Of an image.")] = 10_000_000,
-    max_pixels: Annotated[int, typer.Option(help="Of an image.")] = 25_000_000,
-    max_connections: Annotated[int, typer.Option(help="Open at a time; more get 503.")] = 512,
-    seconds: Annotated[
-        float, typer.Option(help="Time limit of a request, and of reading its answer.")
->>>>>>> 980706c (Cut long requests into pieces, refuse too much work by tokens and pixels, and time out sockets of the server)
+        float,
+        typer.Option(
+            min=0.001, max=86400, callback=finite, help="Time limit of a request, and of reading its answer."
+        ),
     ] = 60.0,
     encoder: Encoder = None,
     device: Device = None,

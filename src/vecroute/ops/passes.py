@@ -23,8 +23,8 @@ from vecroute.ops.matmul import (
     accumulate_over_inputs,
     over_batch,
 )
-from vecroute.ops.pieces import between_pieces
 from vecroute.ops.paths.long import clusters, rounded
+from vecroute.ops.pieces import between_pieces
 from vecroute.ops.problem import SMALL_COPY, Grads, Problem, over_samples
 
 # One part in so many of x_inp that buffers of a forward pass may take on a GPU, by whether the length is
