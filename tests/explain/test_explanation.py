@@ -325,6 +325,9 @@ class TestProbabilities:
         explanation = explain("ab cd", probabilities=[0.1, 0.2])
         assert explanation["good"].aggregate("word").probabilities.tolist() == pytest.approx([0.2])
 
+    def test_one_score_alone(self):
+        assert np.isnan(explain("ab cd", names=("one",)).probabilities).all()
+
     @pytest.mark.parametrize("temperature", [0, -1.0, np.nan, np.inf])
     def test_the_temperature_is_positive(self, temperature):
         with pytest.raises(ValueError, match="temperature must be a positive number, got"):

@@ -15,6 +15,7 @@ from tests.helpers.explanations import HOSTILE, explain
 from tests.helpers.pages import Parser, numbers_of
 from vecroute.explain.html import fragment, page
 from vecroute.explain.shown import Shown, caption, pieces, shown, visible
+from vecroute.explain.told import MEANING, Question, predicted
 
 TEXT = "A gorgeous, witty movie. Mr. Smith doesn't convince (3.5 of 10)! Unconvincingly so."
 
@@ -156,16 +157,16 @@ class TestHtml:
             tmp_path / "x.html", unit=unit
         )
         html = Parser((tmp_path / "x.html").read_text(encoding="utf-8"))
-        harmless = (
-            "html head meta title style body main div fieldset legend label input span section h2 h3 p b bdi"
+        harmless = "html head meta title style body main div fieldset legend label input span section p b bdi"
+        tables = (
+            "h1 h2 h3 dl dt dd table caption thead tbody tfoot tr th td details summary svg path rect text"
         )
-        tables = "table caption thead tbody tfoot tr th td details summary svg path rect text"
         assert {element.name for element in html.every} <= {*harmless.split(), *tables.split()}
         for element in html.every:
             assert not any(key.startswith("on") or key in ("src", "href") for key in element.attributes)
         shown_texts = [p.text for p in html.root.all("p", **{"class": "text"})]
         assert shown_texts == [visible(text)] * 4 if text else shown_texts == []  # the margin too
-        assert "<b>bad</b>" in {bdi.text for bdi in html.root.all("bdi")}
+        assert "Why <b>bad</b>?" in next(html.root.all("fieldset")).text
 
     @pytest.mark.parametrize("unit", ["token", "word", "sentence", "chunk", "depth"])
     @pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
@@ -176,8 +177,8 @@ class TestHtml:
         # The margin first, then the classes from the highest score down.
         names = [explanation.output_names[j] for j in np.argsort(-explanation.scores)]
         explained = [explanation.margin(), *(explanation[name] for name in names)]
-        titles = [next(section.all("h2")).text.partition(":")[0] for section in sections]
-        assert titles == [f"Score of {one.output_names[0]}" for one in explained]
+        titles = [next(section.all("h2")).text.partition(" Score: ")[0] for section in sections]
+        assert titles == [f"Why {names[0]} rather than {names[1]}?", *(f"Why {name}?" for name in names)]
         for one, section in zip(explained, sections, strict=True):
             (title,) = section.all("h2")
             score = Decimal(title.text.rpartition(": ")[2])
@@ -188,7 +189,8 @@ class TestHtml:
             for table in tables:
                 *lines, foot = numbers_of(table)
                 assert sum(lines) == foot == score
-            base = numbers_of(tables[0])[-2]
+            (account,) = section.all("table", **{"class": "account"})
+            base = numbers_of(account)[-2]
             assert float(base) == pytest.approx(one.base_values[0], abs=0.51 * unit_shown)
             assert sum(numbers_of(everything)) + base == score
 
@@ -200,7 +202,7 @@ class TestHtml:
                 for span in section.all("span")
                 if "title" in span.attributes
             ]
-            table = next(section.all("table"))
+            table = next(section.all("table", **{"class": "account"}))
             labels = [row.text for row in table.all("th", scope="row")]
             numbers = dict(zip(labels, numbers_of(table), strict=True))
             assert sum(titles) + numbers["base"] + numbers["special tokens"] == numbers["score"]
@@ -256,7 +258,7 @@ class TestHtml:
     def test_the_choice_of_classes_has_a_rule_each(self):
         html = page(explain(TEXT, names=("a", "b", "c", "d")), outputs=["d", "a"])
         parsed = Parser(html)
-        assert [h2.text.partition(":")[0] for h2 in parsed.root.all("h2")] == ["Score of d", "Score of a"]
+        assert [h2.text.partition("?")[0] for h2 in parsed.root.all("h2")] == ["Why d", "Why a"]
         assert "2 of 4 classes" in html
         for number in (1, 2):
             rule = f"#v0:has(#v0-{number}:not(:checked)) #v0-panel-{number} {{ display: none; }}"
@@ -281,7 +283,88 @@ class TestHtml:
         html = page(explanation)
         assert len(html.encode()) < 2_000_000
         # Too many words and sentences for a map.
-        assert [h3.text for h3 in Parser(html).root.all("h3")] == ["Depth by chunk"] * 4
+        maps = Parser(html).root.all("div", **{"class": "maps"})
+        assert [one.attributes["aria-label"].partition(":")[0] for one in maps] == [
+            "Map of depths and chunks"
+        ] * 4
+
+    def test_20000_words_make_a_page_of_3_megabytes(self):
+        text = "Seven words stand in this long sentence, and with numbers it is longer. " * 1430
+        explanation = explain(text, depth=7, names="abcd", chunk_size=400)
+        words = explanation.aggregate("word", skip_special_tokens=True)
+        assert len(words) > 20_000
+        html = page(explanation, states=explanation)
+        assert len(html.encode()) < 3_000_000
+        for section in Parser(html).root.all("section"):
+            first, whole = section.all("p", **{"class": "text"})
+            assert len(first.text) < 5_000
+            assert whole.text == text
+            assert whole.parent.name == "details"
+            (title,) = section.all("h2")
+            everything = list(section.all("table"))[-1]
+            (account,) = section.all("table", **{"class": "account"})
+            base = numbers_of(account)[-2]
+            assert sum(numbers_of(everything)) + base == Decimal(title.text.rpartition(": ")[2])
+        # Words that are given as such cannot be put together; the account still has all.
+        assert len(page(explanation.aggregate("word").sum_depth()).encode()) < 3_000_000
+
+    def test_the_header(self):
+        about = {"model": "<b>m</b>", "date": "2026-01-31"}
+        explanation = explain(TEXT, scores=[-1, 2], temperature=2.0, of="words", about=about)
+        root = Parser(page(explanation)).root
+        (title,) = root.all("h1")
+        assert title.text == "Predicted: good, 81.8\N{NO-BREAK SPACE}%"
+        facts = dict(zip(root.all("dt"), root.all("dd"), strict=True))
+        assert {name.text: told.text for name, told in facts.items()} == {
+            "Text": TEXT,
+            "Model": "<b>m</b>",
+            "Date": "2026-01-31",
+        }
+        assert next(root.all("p", **{"class": "meaning"})).text.startswith(
+            MEANING["words"].format(unit="word")
+        )
+        told = [next(section.all("p", **{"class": "note"})).text for section in root.all("section")]
+        softmax = "= e^(score / T) / sum of e^(score / T) over all classes, with T = 2"
+        assert [line.replace("\N{NO-BREAK SPACE}", " ") for line in told] == [
+            "Probability of good: 81.8 % = 1 / (1 + e^(-score / T)), with T = 2",
+            f"Probability of good: 81.8 % {softmax}",
+            f"Probability of bad: 18.2 % {softmax}",
+        ]
+
+    def test_what_is_predicted_is_said_only_if_it_is_known(self):
+        assert predicted(explain(TEXT, probabilities=[0.1, 0.3], scores=[0, 1])).startswith("Explained: good")
+        assert predicted(explain(TEXT, probabilities=[0.1, 0.5], scores=[0, 1])).startswith("Predicted: good")
+        assert predicted(explain(TEXT, probabilities=[np.nan] * 2, scores=[0, 1])) == "Highest score: good"
+        several = explain(TEXT, scores=[1, 2], multi_label=True)
+        assert predicted(several).startswith("Predicted: bad, 73.1")
+        assert (
+            predicted(several._replace(scores=[-1, -2], probabilities=None))
+            == "Predicted: none of these labels"
+        )
+        # Labels that do not exclude one another are not subtracted.
+        titles = [h2.text.partition("?")[0] for h2 in Parser(page(several)).root.all("h2")]
+        assert titles == ["Why good", "Why bad"]
+
+    def test_names_that_run_from_right_to_left(self):
+        assert Question("good", "טוב").title == "Why good rather than \u2068טוב\u2069?"
+
+    def test_states_are_the_second_view(self):
+        words = explain(TEXT, of="words", depth=1, depths=["all depths"], phi=None)
+        states = explain(TEXT, depth=3, seed=5, scores=words.scores)
+        alone, both = (Parser(page(words, states=second)).root for second in (None, states))
+        assert not list(alone.all("div", **{"class": "maps"}))
+        assert [h3.text for h3 in both.all("h3")] == ["Second view: inner states, depth by depth"] * 3
+        for question, section in zip((None, "good", "bad"), both.all("section"), strict=True):
+            by_depth, account, _ = section.all("table")
+            one = words.aggregate("word").margin() if question is None else words.aggregate("word")[question]
+            second = states.margin() if question is None else states[question]
+            unit = Decimal(1).scaleb(numbers_of(account)[0].as_tuple().exponent)
+            strongest = max(one.totals(), key=abs)
+            assert abs(float(numbers_of(account)[0]) - strongest) <= unit
+            found = numbers_of(by_depth)[:3]
+            assert np.allclose(
+                [float(n) for n in found], second.aggregate("depth").totals(), atol=float(unit)
+            )
 
     def test_the_map(self):
         explanation = explain("ab cd", names=("one",), depth=2)
@@ -388,6 +471,9 @@ class TestPlots:
             explain("").skip_special_tokens().plot()
 
 
+ACCOUNT = 7  # lines before the account: what was predicted, why, what the numbers mean, and the text
+
+
 class TestTerminal:
     def printed(self, explanation, **options):
         stream = io.StringIO()
@@ -395,14 +481,18 @@ class TestTerminal:
         return stream.getvalue()
 
     def test_the_account_adds_up(self):
-        lines = self.printed(explain(TEXT)).splitlines()
-        numbers = [Decimal(re.search(r"(\S+) *[+-]* *$", line).group(1)) for line in lines[3:]]
+        explanation = explain(TEXT)
+        lines = self.printed(explanation).splitlines()
+        numbers = [Decimal(re.search(r"(\S+) *[+-]* *$", line).group(1)) for line in lines[ACCOUNT:]]
         assert sum(numbers[:-1]) == numbers[-1]
-        assert lines[0].endswith(f": {numbers[-1]}")
         assert lines[-1].startswith("score")
+        # The margin of the page, in the same words.
+        title = next(Parser(page(explanation)).root.all("h2")).text
+        assert lines[:2] == [predicted(explanation), title]
+        assert title.endswith(f": {numbers[-1]}")
 
     def test_the_text_with_the_numbers_of_its_strongest_words(self):
-        line = self.printed(explain(TEXT)).splitlines()[1]
+        line = self.printed(explain(TEXT)).splitlines()[ACCOUNT - 2]
         assert re.sub(r"\([+-]\d+\.\d+\)", "", line) == TEXT
         assert len(re.findall(r"\([+-]\d+\.\d+\)", line)) == 8
 
@@ -415,19 +505,19 @@ class TestTerminal:
 
     def test_markup_is_text(self):
         out = self.printed(explain("[red]no[/red]", names=("[b]x[/b]",)).to_rich(unit="sentence"))
-        assert "Score of [b]x[/b]" in out
+        assert "Why [b]x[/b]?" in out
         assert "[red]no[/red]" in out
 
     def test_colours_where_there_are_some(self):
         out = self.printed(explain(TEXT), force_terminal=True, color_system="truecolor")
         assert "\x1b[30;48;2;" in out
         lines = re.sub(r"\x1b\[[\d;]*m", "", out).splitlines()
-        for line in lines[3:-1]:
+        for line in lines[ACCOUNT:-1]:
             number, bar = re.search(r"([+-]?\d+\.\d+) *([+-]*) *$", line).groups()
             assert set(bar) <= {"+" if Decimal(number) > 0 else "-"}
 
     def test_another_class_and_fewer_lines(self):
         explanation = explain(TEXT)
         out = self.printed(explanation.to_rich(output="bad", k=2, unit="token"))
-        assert out.startswith("Score of bad")
-        assert len(out.splitlines()) == 3 + 2 + 4
+        assert out.splitlines()[1].startswith("Why bad? Score: ")
+        assert len(out.splitlines()) == ACCOUNT + 2 + 4

@@ -332,10 +332,26 @@ class TestPages:
     def test_tables_add_up(self, unit):
         parsed = Parser(page(explain(rows=5, columns=6), unit))
         tables = list(parsed.root.all("table"))
-        assert len(tables) == 3 * (1 if unit == "depth" else 2)
+        assert len(tables) == 4 * (1 if unit == "depth" else 2)
         for table in tables:
             *parts, score = numbers_of(table)
             assert sum(parts) == score
+
+    def test_a_page_does_not_tell_the_folders_of_its_maker(self):
+        html = page(explain(text="/home/someone/secret/cat.png"))
+        assert "cat.png" in html
+        assert "secret" not in html
+
+    def test_the_colours_are_explained_beside_the_map(self):
+        found = explain()
+        figure = next(Parser(page(found, outputs=["dog"])).root.all("figure"))
+        (scale,) = figure.all("span", **{"class": "scale"})
+        strongest = abs(found.grid("dog")).max()
+        assert [float(span.text) for span in scale.all("span") if span.text.strip()] == pytest.approx(
+            [-strongest, 0, strongest], rel=0.01
+        )
+        named = {label.text for label in figure.all("text")}
+        assert named == {piece.removeprefix("region ") for piece in found.aggregate("region").pieces[1:]}
 
     def test_tiles_are_where_patches_are(self):
         found = explain()

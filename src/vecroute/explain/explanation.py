@@ -299,6 +299,7 @@ class Explanation:
         *,
         unit: str = "word",
         outputs: Sequence[Any] | None = None,
+        states: "Explanation | None" = None,
     ) -> str | None:
         """Write a web page that needs nothing but itself, whole or not at all.
 
@@ -307,10 +308,11 @@ class Explanation:
             unit: what to show tokens as: "token", "word", "sentence", "chunk" or "depth".
             outputs: the classes to explain, None for the margin of the highest score over the next and the
                 three classes with the highest scores.
+            states: the explanation of the same text with of="states", for a second view by depth.
         """
         from vecroute.explain.html import page
 
-        return written(path, page(self, unit, outputs))
+        return written(path, page(self, unit, outputs, states))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -343,7 +345,7 @@ class Explanation:
         """For a terminal, something that rich prints: the text, and the account of a score.
 
         Args:
-            output: the class, None for the one with the highest score.
+            output: the class, None for what decided: the highest score less the next.
             k: number of lines; what is left has one together.
             unit: what to show tokens as.
         """
@@ -366,10 +368,15 @@ class Explanation:
 
 
 def probabilities_of(scores: np.ndarray, temperature: float, multi_label: bool) -> np.ndarray:
-    """softmax(scores / T), of labels that do not exclude one another sigmoid(scores / T): float64 [n_cls]."""
+    """softmax(scores / T), of labels that do not exclude one another sigmoid(scores / T): float64 [n_cls].
+
+    One score alone says nothing of a probability: nan.
+    """
     logits = scores.astype(np.float64) / temperature  # [n_cls]
     if multi_label:
         return np.exp(-np.logaddexp(0, -logits))  # [n_cls]
+    if len(logits) == 1:
+        return np.array([np.nan])
     powers = np.exp(logits - logits.max())  # [n_cls]
     return powers / powers.sum()
 

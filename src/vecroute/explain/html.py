@@ -2,6 +2,7 @@
 
 import itertools
 import unicodedata
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vecroute.explain.segment import sentences
 from vecroute.explain.shown import Shown, account, caption, pieces, shown, strongest, visible
+from vecroute.explain.told import (
+    MEANING,
+    TERM_OF,
+    TERMS,
+    Question,
+    asked,
+    chance,
+    decided,
+    meaning,
+    predicted,
+)
 from vecroute.storage import require
 
 if TYPE_CHECKING:
@@ -19,10 +32,18 @@ LEVELS = 9  # strengths of a colour
 N_OUTPUTS = 3  # classes explained unless others are asked for
 N_BARS = 20  # rows in the list of what counts most
 N_MARKED = 8  # words with their number in the text
-MAP_COLUMNS, MAP_LINE = 240, 44  # most columns that a map has, and how many go side by side
+LONG = 2_000  # most rows that are listed one by one
+EXCERPT = 300  # words shown of a longer text, before the rest
+ABOUT = ("model", "date")  # shown above the explanation
+MAP_COLUMNS, MAP_LINE = 240, 34  # most columns that a map has, and how many go side by side
 CELL_WIDTH, CELL_HEIGHT = 20, 14
 
-STYLE = {"levels": range(1, LEVELS + 1), "cell": (CELL_WIDTH, CELL_HEIGHT)}
+STYLE = {
+    "levels": range(1, LEVELS + 1),
+    "cell": (CELL_WIDTH, CELL_HEIGHT),
+    "terms": TERMS,
+    "states_meaning": MEANING["states"].format(unit="word", units="words", whole="text"),
+}
 
 page_numbers = itertools.count()
 
@@ -31,10 +52,15 @@ def page(
     explanations: "Explanation | Sequence[Explanation]",
     unit: str = "word",
     outputs: Sequence[Any] | None = None,
+    states: "Explanation | Sequence[Explanation] | None" = None,
 ) -> str:
-    """A whole page, for a file, about one text or several."""
+    """A whole page, for a file, about one text or several, each with its hidden states if these are given."""
     several = explanations if isinstance(explanations, Sequence) else [explanations]
-    parts = [content(one, unit, outputs, f"v{k}") for k, one in enumerate(several)]
+    seconds = states if isinstance(states, Sequence) else [states] * len(several)
+    parts = [
+        content(one, unit, outputs, f"v{k}", second)
+        for k, (one, second) in enumerate(zip(several, seconds, strict=True))
+    ]
     filled = {"title": "; ".join(part["title"] for part in parts), "parts": parts}
     return environment().get_template("page.html").render(filled | STYLE)
 
@@ -42,7 +68,7 @@ def page(
 def fragment(explanation: "Explanation", unit: str = "word", outputs: Sequence[Any] | None = None) -> str:
     """A part of a page, such as the output of a cell of a notebook."""
     part = content(explanation, unit, outputs, f"v{next(page_numbers)}")
-    return environment().get_template("fragment.html").render(part | STYLE)
+    return environment().get_template("fragment.html").render({"part": part, "heading": "p"} | STYLE)
 
 
 @cache
@@ -59,43 +85,90 @@ def environment() -> Any:
 
 
 def content(
-    explanation: "Explanation", unit: str, outputs: Sequence[Any] | None, prefix: str
+    explanation: "Explanation",
+    unit: str,
+    outputs: Sequence[Any] | None,
+    prefix: str,
+    states: "Explanation | None" = None,
 ) -> dict[str, Any]:
     """What a fragment is filled with, whose ids all begin with the prefix."""
     rows = explanation.aggregate(unit) if explanation.unit == "token" else explanation
-    panels = []
-    if outputs is None:
-        best = np.argsort(-explanation.scores, kind="stable")[:N_OUTPUTS]
-        outputs = [explanation.output_names[j] for j in best]
-        if len(outputs) > 1:  # what decided comes first
-            panels.append(panel(explanation.margin(), rows.margin(), None))
-    panels += [panel(explanation, rows, name) for name in outputs]
-    return {
+    questions = asked_first(explanation) if outputs is None else [Question(str(name)) for name in outputs]
+    whole = listed(explanation, rows)
+    second = explanation if states is None else states
+    return header(explanation, rows.unit) | {
         "prefix": prefix,
-        "title": caption(explanation.text, 60),
         "unit": rows.unit,
         "n_outputs": len(explanation.output_names),
-        "n_explained": len(outputs),
-        "panels": panels,
+        "n_explained": len({question.output for question in questions}),
+        "of_depths": second.of,
+        "panels": [panel(explanation, rows, whole, second, question) for question in questions],
     }
 
 
-def panel(explanation: "Explanation", rows: "Explanation", output: Any) -> dict[str, Any]:
-    """All that is shown of one class."""
-    numbers = shown(rows, output)
-    by_depth = rows.aggregate("depth")
+def header(explanation: "Explanation", unit: str) -> dict[str, Any]:
+    """What stands above an explanation: what was predicted, for what, by which model, when."""
+    about = {name: caption(str(explanation.about[name]), 100) for name in ABOUT if name in explanation.about}
     return {
-        "name": caption(rows.output_names[rows.index(output)], 100),
-        "score": numbers.number(numbers.score),
-        "pieces": heat(rows, numbers),
-        "bars": bars(rows, numbers, output),
-        "rows": [
-            {"label": caption(rows.label(i)), "span": span, "number": numbers.number(value, "+")}
-            for i, (span, value) in enumerate(zip(rows.offsets.tolist(), numbers.values, strict=True))
-        ],
-        "depths": depths(by_depth, shown(by_depth, output, numbers.decimals)) if len(by_depth) > 1 else [],
-        "maps": maps(explanation, rows, output),
+        "title": caption(explanation.text, 60),
+        "predicted": predicted(explanation),
+        "about": {"Text": caption(explanation.text, 160)}
+        | {name.capitalize(): told for name, told in about.items()},
+        "meaning": meaning(explanation, unit),
     }
+
+
+def asked_first(explanation: "Explanation") -> list[Question]:
+    """What decided comes first, then the classes with the highest scores."""
+    best = np.argsort(-explanation.scores, kind="stable")[:N_OUTPUTS]
+    questions = [decided(explanation), *(Question(explanation.output_names[j]) for j in best)]
+    return list(dict.fromkeys(questions))
+
+
+def listed(explanation: "Explanation", rows: "Explanation") -> "Explanation | None":
+    """The rows themselves, or sentences or chunks where these are too many to list; None if all are."""
+    units = ("sentence", "chunk") if explanation.unit == "token" else ()
+    for parts in (rows, *(explanation.aggregate(unit) for unit in units if unit in explanation.units)):
+        if len(parts) <= LONG:
+            return parts
+    return None
+
+
+def panel(
+    explanation: "Explanation",
+    rows: "Explanation",
+    whole: "Explanation | None",
+    second: "Explanation",
+    question: Question,
+) -> dict[str, Any]:
+    """All that answers one question: the text, the account of the score, and what each depth added."""
+    one = asked(rows, question)
+    numbers = shown(one)
+    pieces_shown = heat(one, numbers)
+    by_depth = asked(second, question).aggregate("depth")
+    everything = None if whole is None else asked(whole, question)
+    numbers_listed = None if everything is None else shown(everything, decimals=numbers.decimals)
+    return {
+        "title": question.title,
+        "score": numbers.number(numbers.score),
+        "chance": chance(explanation, question),
+        "pieces": excerpt(pieces_shown, EXCERPT) if len(rows) > LONG else pieces_shown,
+        "whole": heat(everything, numbers_listed) if everything and len(rows) > LONG else [],
+        "unit": everything.unit if everything else rows.unit,
+        "bars": bars(one, numbers),
+        "profile_width": 6 * len(one.depths) if len(one.depths) > 1 and one.unit != "depth" else 0,
+        "rows": row_list(everything, numbers_listed) if everything else [],
+        "depths": depths(by_depth, shown(by_depth, decimals=numbers.decimals)) if len(by_depth) > 1 else [],
+        "maps": maps(asked(second, question), rows.unit),
+    }
+
+
+def row_list(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
+    """Every row in the order of the text, with its characters and its number."""
+    return [
+        {"label": caption(rows.label(i)), "span": span, "number": numbers.number(value, "+")}
+        for i, (span, value) in enumerate(zip(rows.offsets.tolist(), numbers.values, strict=True))
+    ]
 
 
 def heat(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
@@ -114,6 +187,39 @@ def heat(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
     ]
 
 
+def excerpt(pieces: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The pieces of a text; of a long one the sentences that count most, with … for what is left out.
+
+    Args:
+        pieces: as ``heat`` gives them.
+        most: how many pieces stay.
+    """
+    if sum(bool(piece["number"]) for piece in pieces) <= most:
+        return pieces
+    ends = np.cumsum([len(piece["text"]) for piece in pieces])
+    text = "".join(piece["text"] for piece in pieces)
+    groups: dict[int, list[int]] = defaultdict(list)  # the pieces of each sentence
+    starts = [start for start, _ in sentences(text)]
+    for k, end in enumerate(ends):
+        groups[int(np.searchsorted(starts, end, side="left")) - 1].append(k)
+    weights = {
+        sentence: abs(sum(float(pieces[k]["number"] or 0) for k in members))
+        for sentence, members in groups.items()
+    }
+    kept: set[int] = set()
+    for sentence in sorted(weights, key=lambda s: -weights[s]):
+        kept.update(groups[sentence][: most - len(kept)])
+        if len(kept) >= most:
+            break
+    found: list[dict[str, Any]] = []
+    for k, piece in enumerate(pieces):
+        if k in kept:
+            found.append(piece)
+        elif not found or found[-1]["text"] != " … ":
+            found.append({"text": " … ", "colour": "", "number": "", "marked": ""})
+    return found
+
+
 def direction(text: str) -> str:
     """In which direction the letters of a text run."""
     for char in text:
@@ -129,11 +235,11 @@ def colour(value: float, largest: float) -> str:
     return f"{'p' if value > 0 else 'n'}{level}" if level else ""
 
 
-def bars(rows: "Explanation", numbers: Shown, output: Any) -> list[dict[str, Any]]:
+def bars(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
     """The account of the score, with a bar and the profile over depths for each line."""
     lines = account(rows, numbers, N_BARS)
     longest = max(abs(line.value) for line in lines) or 1
-    cells = rows.values[..., rows.index(output)].astype(np.float64)  # [n, depth]
+    cells = rows.values[..., 0].astype(np.float64)  # [n, depth]
     # Sums of many rows may be far taller than any row, and are cut.
     tallest = max((abs(cells[line.rows]).max() for line in lines if not line.is_sum), default=0) or 1
     return [
@@ -141,6 +247,7 @@ def bars(rows: "Explanation", numbers: Shown, output: Any) -> list[dict[str, Any
             **bar(line.label, line.value, longest, numbers),
             "profile": profile(np.clip(cells[line.rows].sum(0) / tallest, -1, 1)) if line.rows else None,
             "is_sum": line.is_sum,
+            "term": TERM_OF.get(line.label) if line.is_sum else None,
         }
         for line in lines
     ]
@@ -170,16 +277,24 @@ def depths(by_depth: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
     if numbers.rest:
         lines.append(("not explained", numbers.rest))
     longest = max(abs(value) for _, value in lines) or 1
-    return [{**bar(*line, longest, numbers), "is_sum": k >= len(by_depth)} for k, line in enumerate(lines)]
+    return [
+        {
+            **bar(label, value, longest, numbers),
+            "is_sum": k >= len(by_depth),
+            "term": TERM_OF[label] if k >= len(by_depth) else None,
+        }
+        for k, (label, value) in enumerate(lines)
+    ]
 
 
-def maps(explanation: "Explanation", rows: "Explanation", output: Any) -> list[dict[str, Any]]:
+def maps(explanation: "Explanation", unit: str) -> list[dict[str, Any]]:
     """The map of depths and words in lines of a page's width, by sentences where words are too many."""
-    for unit in (rows.unit, "sentence", "chunk"):
-        parts = (rows if unit == rows.unit else explanation.aggregate(unit)).skip_special_tokens()
-        if len(parts) <= MAP_COLUMNS or explanation.unit != "token":
+    units = dict.fromkeys([unit, "sentence", "chunk"] if explanation.unit == "token" else [explanation.unit])
+    for one in units:
+        parts = explanation.aggregate(one).skip_special_tokens()
+        if len(parts) <= MAP_COLUMNS:
             break
-    cells = parts.values[..., parts.index(output)].T[::-1]  # [depth, n], deepest first
+    cells = parts.values[..., 0].T[::-1]  # [depth, n], deepest first
     if not 0 < len(parts) <= MAP_COLUMNS or len(cells) < 2:
         return []
     largest = float(abs(cells).max())

@@ -152,17 +152,20 @@ class ImageExplanation(Explanation):
         *,
         unit: str = "region",
         outputs: Sequence[Any] | None = None,
+        states: Explanation | None = None,
     ) -> str | None:
         """Write a web page that needs nothing but itself, whole or not at all.
 
         Args:
             path: the file; what was there is replaced. None to return the page as a string.
             unit: what to list: "patch", "region" or "depth".
-            outputs: the classes to explain, None for the three with the highest scores.
+            outputs: the classes to explain, None for the margin of the highest score over the next and the
+                three classes with the highest scores.
+            states: the explanation of the same image with of="states", for a second view by depth.
         """
         from vecroute.explain.image_html import page
 
-        return written(path, page(self, unit, outputs))
+        return written(path, page(self, unit, outputs, states))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

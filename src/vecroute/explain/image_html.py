@@ -3,21 +3,23 @@
 import base64
 import io
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vecroute.explain.html import (
-    N_OUTPUTS,
     STYLE,
+    asked_first,
     bars,
     colour,
     depths,
     environment,
+    header,
     page_numbers,
 )
-from vecroute.explain.image_plots import layout
 from vecroute.explain.shown import caption, shown
+from vecroute.explain.told import Question, asked, chance
 from vecroute.storage import require
 
 if TYPE_CHECKING:
@@ -28,10 +30,15 @@ EXACT_PIXELS = 128 * 128  # larger images are compressed with loss
 CELL = 8  # pixels of a patch in the map of a depth
 
 
-def page(explanation: "ImageExplanation", unit: str = "region", outputs: Sequence[Any] | None = None) -> str:
-    """A whole page, for a file."""
-    part = content(explanation, unit, outputs, "v0")
-    return environment().get_template("image_page.html").render({"part": part, **part, **STYLE})
+def page(
+    explanation: "ImageExplanation",
+    unit: str = "region",
+    outputs: Sequence[Any] | None = None,
+    states: "ImageExplanation | None" = None,
+) -> str:
+    """A whole page, for a file, with the hidden states of the image if these are given."""
+    part = content(explanation, unit, outputs, "v0", states)
+    return environment().get_template("image_page.html").render({"part": part, "heading": "h1", **STYLE})
 
 
 def fragment(
@@ -39,34 +46,43 @@ def fragment(
 ) -> str:
     """A part of a page, such as the output of a cell of a notebook."""
     part = content(explanation, unit, outputs, f"v{next(page_numbers)}")
-    return environment().get_template("image.html").render(part | STYLE)
+    return environment().get_template("image.html").render({"part": part, "heading": "p", **STYLE})
 
 
 def content(
-    explanation: "ImageExplanation", unit: str, outputs: Sequence[Any] | None, prefix: str
+    explanation: "ImageExplanation",
+    unit: str,
+    outputs: Sequence[Any] | None,
+    prefix: str,
+    states: "ImageExplanation | None" = None,
 ) -> dict[str, Any]:
     """What a fragment is filled with, whose ids all begin with the prefix."""
     rows = explanation.aggregate(unit) if explanation.unit == "patch" else explanation
-    if outputs is None:
-        best = np.argsort(-explanation.scores, kind="stable")[:N_OUTPUTS]
-        outputs = [explanation.output_names[j] for j in best]
-    grids = [explanation.grid(name) for name in outputs]  # [rows, columns] each
+    questions = asked_first(explanation) if outputs is None else [Question(str(name)) for name in outputs]
+    second = explanation if states is None else states
+    compared = list(dict.fromkeys(question.output for question in questions))[:2]
+    grids = [explanation.grid(name) for name in compared]  # [rows, columns] each
     largest = max(float(abs(grid).max()) for grid in grids)
-    return {
+    name = PurePath(explanation.text).name  # a page is for others, whom the folders are no business of
+    head = header(explanation, rows.unit)
+    return head | {
+        "title": caption(name, 60),
+        "about": head["about"] | {"Text": None, "Image": caption(name, 160)},
         "prefix": prefix,
-        "title": caption(explanation.text, 60),
         "unit": rows.unit,
         "n_outputs": len(explanation.output_names),
+        "n_explained": len({question.output for question in questions}),
+        "of_depths": second.of,
         "image": data_uri(explanation.image),
         "size": explanation.size,
         "shown": size_on_page(explanation.size, WIDTH),
         "map_size": (CELL * explanation.cells.shape[1], CELL * explanation.cells.shape[0]),
         "outline": outline(rows),
         "labels": labels(rows),
-        "panels": [panel(explanation, rows, name) for name in outputs],
+        "panels": [panel(explanation, rows, second, question) for question in questions],
         "compared": [
-            {"name": caption(str(name), 100), "tiles": tiles(explanation, grid, largest)}
-            for name, grid in zip(outputs[:2], grids, strict=False)
+            {"name": caption(name, 100), "tiles": tiles(explanation, grid, largest)}
+            for name, grid in zip(compared, grids, strict=True)
         ],
     }
 
@@ -115,19 +131,27 @@ def labels(rows: "ImageExplanation") -> list[dict[str, Any]]:
     return found
 
 
-def panel(explanation: "ImageExplanation", rows: "ImageExplanation", output: Any) -> dict[str, Any]:
-    """All that is shown of one class."""
-    numbers = shown(rows, output)
-    by_depth = rows.aggregate("depth")
-    grid = explanation.grid(output)  # [rows, columns]
+def panel(
+    explanation: "ImageExplanation",
+    rows: "ImageExplanation",
+    second: "ImageExplanation",
+    question: Question,
+) -> dict[str, Any]:
+    """All that answers one question: patches on the image, the account of the score, and each depth."""
+    one, by_patch, by_state = (asked(why, question) for why in (rows, explanation, second))
+    numbers = shown(one)
+    by_depth = by_state.aggregate("depth")
+    grid = by_patch.grid()  # [rows, columns]
     return {
-        "name": caption(rows.output_names[rows.index(output)], 100),
+        "title": question.title,
         "score": numbers.number(numbers.score),
+        "chance": chance(explanation, question),
         "tiles": tiles(explanation, grid, float(abs(grid).max())),
-        "bars": bars(rows, numbers, output),
-        "depths": depths(by_depth, shown(by_depth, output, numbers.decimals)) if len(by_depth) > 1 else [],
-        "maps": maps(explanation, output) if len(explanation.depths) > 1 else [],
-        "across": layout(len(explanation.depths))[0],
+        "strongest": f"{abs(grid).max():.3g}",
+        "bars": bars(one, numbers),
+        "profile_width": 0,
+        "depths": depths(by_depth, shown(by_depth, decimals=numbers.decimals)) if len(by_depth) > 1 else [],
+        "maps": maps(by_state) if len(by_state.depths) > 1 else [],
     }
 
 
@@ -145,9 +169,9 @@ def tiles(explanation: "ImageExplanation", grid: np.ndarray, largest: float) -> 
     ]
 
 
-def maps(explanation: "ImageExplanation", output: Any) -> list[dict[str, Any]]:
+def maps(explanation: "ImageExplanation") -> list[dict[str, Any]]:
     """The map of patches at each depth, the embeddings first, all on one scale."""
-    grids = [explanation.grid(output, level=level) for level in range(len(explanation.depths))]
+    grids = [explanation.grid(level=level) for level in range(len(explanation.depths))]
     largest = max(float(abs(grid).max()) for grid in grids)
     return [
         {"name": name, "paths": squares(grid, largest)}

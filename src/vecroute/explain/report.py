@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vecroute.explain.html import LEVELS, STYLE, environment, heat
-from vecroute.explain.segment import sentences
+from vecroute.explain.html import LEVELS, STYLE, environment, excerpt, heat
 from vecroute.explain.shown import account, caption, round_to_sum, shown
 from vecroute.training.evaluation import confidence_bins, evaluate
 
@@ -111,7 +110,7 @@ def wrong_case(why: "Explanation", truth: str, predicted: str, confidence: float
     other = truth if truth in why.output_names else None  # a label that it was never taught
     margin = why.aggregate("word").margin(predicted, other)
     case = sample_case(margin, truth, predicted, confidence)
-    return case | {"known": other is not None, "pieces": excerpt(heat(margin, shown(margin)))}
+    return case | {"known": other is not None, "pieces": excerpt(heat(margin, shown(margin)), EXCERPT)}
 
 
 def sample_case(margin: "Explanation", truth: str, predicted: str, confidence: float) -> dict[str, Any]:
@@ -126,34 +125,6 @@ def sample_case(margin: "Explanation", truth: str, predicted: str, confidence: f
         "lines": [(line.label, numbers.number(line.value, "+"), line.is_sum) for line in lines],
         "score": numbers.number(numbers.score),
     }
-
-
-def excerpt(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The pieces of a text; of a long one the sentences that count most, with … for what is left out."""
-    if sum(bool(piece["number"]) for piece in pieces) <= EXCERPT:
-        return pieces
-    ends = np.cumsum([len(piece["text"]) for piece in pieces])
-    text = "".join(piece["text"] for piece in pieces)
-    groups: dict[int, list[int]] = defaultdict(list)  # the pieces of each sentence
-    starts = [start for start, _ in sentences(text)]
-    for k, end in enumerate(ends):
-        groups[int(np.searchsorted(starts, end, side="left")) - 1].append(k)
-    weights = {
-        sentence: abs(sum(float(pieces[k]["number"] or 0) for k in members))
-        for sentence, members in groups.items()
-    }
-    kept: set[int] = set()
-    for sentence in sorted(weights, key=lambda s: -weights[s]):
-        kept.update(groups[sentence][: EXCERPT - len(kept)])
-        if len(kept) >= EXCERPT:
-            break
-    found: list[dict[str, Any]] = []
-    for k, piece in enumerate(pieces):
-        if k in kept:
-            found.append(piece)
-        elif not found or found[-1]["text"] != " … ":
-            found.append({"text": " … ", "colour": "", "number": "", "marked": ""})
-    return found
 
 
 def corpus_words(explained: Sequence["Explanation"], name: str) -> list[Word]:

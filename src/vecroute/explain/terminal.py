@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vecroute.explain.shown import account, caption, pieces, shown, strongest, visible
+from vecroute.explain.shown import account, pieces, shown, strongest, visible
+from vecroute.explain.told import Question, asked, chance, decided, meaning, predicted
 from vecroute.storage import require
 
 if TYPE_CHECKING:
@@ -14,15 +15,21 @@ BAR = 30  # characters
 
 
 def renderable(explanation: "Explanation", output: Any = None, k: int = 10, unit: str = "word") -> Any:
-    """The text with coloured words, and the account of the score, as something that rich prints.
+    """What was predicted, the text with coloured words and the account of the score, for rich to print.
 
     Colours are not all there is: the strongest words have their numbers, and bars are made of + or -.
     """
     text, table = require("rich.text", "cli"), require("rich.table", "cli")
-    rows = explanation.aggregate(unit) if explanation.unit == "token" else explanation
-    numbers = shown(rows, output)
-    name = caption(rows.output_names[rows.index(output)])
-    title = text.Text(f"Score of {name}: {numbers.number(numbers.score)}", style="bold")
+    whole = explanation.aggregate(unit) if explanation.unit == "token" else explanation
+    question = decided(explanation) if output is None else Question(str(output))
+    rows = asked(whole, question)
+    numbers = shown(rows)
+    head = text.Text(f"{predicted(explanation)}\n")
+    head.append(f"{question.title} Score: {numbers.number(numbers.score)}", style="bold")
+    told = chance(explanation, question)
+    if told:
+        head.append("\n{what}: {percent} = {formula}, with T = {temperature}".format(**told), style="dim")
+    head.append(f"\n{meaning(explanation, rows.unit)}", style="dim")
 
     grid = table.Table.grid(padding=(0, 2))
     grid.add_column()
@@ -44,7 +51,7 @@ def renderable(explanation: "Explanation", output: Any = None, k: int = 10, unit
         heat.append(visible(piece), style=style(value, largest))
         if position in marked:
             heat.append(f"({numbers.number(value, '+')})", style="dim")
-    return require("rich.console", "cli").Group(title, heat, text.Text(), grid)
+    return require("rich.console", "cli").Group(head, text.Text(), heat, text.Text(), grid)
 
 
 def style(value: float, largest: float) -> str:
