@@ -146,20 +146,28 @@ def panel(
     numbers = shown(one)
     pieces_shown = heat(one, numbers)
     by_depth = asked(second, question).aggregate("depth")
-    everything = None if whole is None else asked(whole, question)
-    numbers_listed = None if everything is None else shown(everything, decimals=numbers.decimals)
     return {
         "title": question.title,
         "score": numbers.number(numbers.score),
         "chance": chance(explanation, question),
         "pieces": excerpt(pieces_shown, EXCERPT) if len(rows) > LONG else pieces_shown,
-        "whole": heat(everything, numbers_listed) if everything and len(rows) > LONG else [],
-        "unit": everything.unit if everything else rows.unit,
         "bars": bars(one, numbers),
         "profile_width": 6 * len(one.depths) if len(one.depths) > 1 and one.unit != "depth" else 0,
-        "rows": row_list(everything, numbers_listed) if everything else [],
         "depths": depths(by_depth, shown(by_depth, decimals=numbers.decimals)) if len(by_depth) > 1 else [],
         "maps": maps(asked(second, question), rows.unit),
+        **in_order(None if whole is None else asked(whole, question), numbers.decimals, whole is not rows),
+    }
+
+
+def in_order(rows: "Explanation | None", decimals: int, coarser: bool) -> dict[str, Any]:
+    """Every row in the order of the text, and the whole text if rows are coarser than those shown above."""
+    if rows is None:
+        return {"unit": "", "rows": [], "whole": []}
+    numbers = shown(rows, decimals=decimals)
+    return {
+        "unit": rows.unit,
+        "rows": row_list(rows, numbers),
+        "whole": heat(rows, numbers) if coarser else [],
     }
 
 

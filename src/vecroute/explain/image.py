@@ -152,7 +152,7 @@ class ImageExplanation(Explanation):
         *,
         unit: str = "region",
         outputs: Sequence[Any] | None = None,
-        states: Explanation | None = None,
+        states: Any = None,
     ) -> str | None:
         """Write a web page that needs nothing but itself, whole or not at all.
 
