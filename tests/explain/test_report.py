@@ -165,7 +165,7 @@ def test_long_texts_are_cut_to_the_sentences_that_count_most():
     sentence = "it is fine and warm and witty and so on . "
     why = explain(sentence * 60 + "unbelievably dull .", seed=1)
     pieces = html.heat(rows := why.aggregate("word"), reports.shown(rows))
-    cut = reports.excerpt(pieces)
+    cut = html.excerpt(pieces, reports.EXCERPT)
     assert sum(bool(piece["number"]) for piece in cut) <= reports.EXCERPT < len(pieces)
     assert any(piece["text"] == " … " for piece in cut)
     sums = {}
