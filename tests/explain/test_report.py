@@ -238,4 +238,6 @@ def test_serving_what_is_not_there_is_told_in_a_line(command, tmp_path):
     assert "nothing" in told
     assert told.count("\n") == 1
     code, told = command("serve", tmp_path, "--port", "0", "--max-batch", "0")
-    assert (code, told) == (2, "vecroute: max_batch must be more than 0, got 0\n")
+    assert code == 2
+    assert "--max-batch" in told
+    assert told.count("\n") == 1
