@@ -1,4 +1,4 @@
-"""What every test shares: a seed, hypothesis profiles, and memory that shows when nobody wrote to it."""
+"""Settings and fixtures that all tests share."""
 
 import os
 from functools import partial
@@ -7,31 +7,31 @@ import pytest
 import torch
 from hypothesis import settings
 
-# cuBLAS needs it for deterministic algorithms, and reads it once.
+# cuBLAS needs this for deterministic algorithms, and reads it only once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# Without a GPU, Triton kernels run in Triton's interpreter; it looks when it is imported.
+# Without a GPU, Triton kernels run in Triton's interpreter. Triton reads this when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# No test needs a network, and none waits for one.
+# No test may use the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Several tests run at a time, on small tensors.
+# Several processes run tests at the same time, so each uses one thread.
 torch.set_num_threads(1)
 
-# Derandomized: a failure repeats. Slow tests ask for more examples themselves.
+# Derandomized, so that a failure repeats. Slow tests set a larger number of examples.
 settings.register_profile("default", max_examples=25, deadline=None, derandomize=True)
 settings.load_profile("default")
 
 
 @pytest.fixture(autouse=True)
 def seed():
-    """The same random numbers in every run, whatever ran before."""
+    """Seed the generator, so that a test does not depend on the tests before it."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def precision():
-    """A benchmark or script sets the precision of its process; the tests of the next module do not see it."""
+    """Restore the matmul precision, which benchmarks and scripts change, after each module."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn.conv
     before, each = torch.get_float32_matmul_precision(), [backend.fp32_precision for backend in backends]
     yield
@@ -42,14 +42,14 @@ def precision():
 
 @pytest.fixture
 def device():
-    """Everything is on a GPU where there is one; elsewhere Triton's interpreter runs the kernels."""
+    """Create tensors on the GPU if there is one, else on the CPU, where Triton interprets the kernels."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
         yield device
 
 
 @pytest.fixture
 def tf32():
-    """Products of float32 matrices on a GPU are tf32."""
+    """Let products of float32 matrices on a GPU use tf32."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     yield
@@ -58,7 +58,7 @@ def tf32():
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """Nothing is there that compiles CUDA C++."""
+    """Make every compilation of CUDA C++ fail."""
     from vecroute.ops.paths.long import by_rows, clusters
 
     def fail(*args, **kwargs):
@@ -75,7 +75,7 @@ def no_compiler(monkeypatch):
 
 @pytest.fixture
 def nan_filled_memory():
-    """What ``torch.empty`` and its kin hand out is full of NaN, so that memory nobody wrote to shows."""
+    """Fill the memory of ``torch.empty`` with NaN, so that reading unwritten memory fails a test."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -86,7 +86,7 @@ def nan_filled_memory():
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Four gloo processes, for all tests that need some."""
+    """Four gloo processes, shared by all tests."""
     from tests.helpers.ranks import Ranks
 
     pool = Ranks()
@@ -96,7 +96,7 @@ def ranks():
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Run a command in this process, as if it had been typed."""
+    """Run a ``vecroute`` command in this process."""
     from tests.helpers.typed import run_typed
 
     return partial(run_typed, monkeypatch, capfd)

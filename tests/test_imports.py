@@ -1,4 +1,4 @@
-"""Importing vecroute loads torch and nothing else of weight, and imports inside it point downward only."""
+"""Importing vecroute loads torch and no other heavy package, and imports inside it point downward only."""
 
 import ast
 import graphlib
@@ -13,8 +13,8 @@ import vecroute
 
 PACKAGE = Path(vecroute.__file__).parent
 
-# Who may import whom, lowest first: a module imports from its own row and from lower ones.
-# A new module or folder of vecroute is added to its row here.
+# The layers of the package, lowest first. A module imports only from its own row and from lower rows.
+# Add a new module or folder of vecroute to its row here.
 ROWS = [
     {"ops"},
     {"layers", "networks", "storage"},
@@ -27,13 +27,13 @@ ROWS = [
 ]
 ROW = {module: number for number, row in enumerate(ROWS) for module in row}
 
-# The first rows need torch alone. Each of these is used in one module or folder alone, wherever that is.
+# The first rows need torch only. Each of these packages is imported in one module or folder only.
 TORCH_ALONE = ROWS[0] | ROWS[1] | ROWS[2]
 IN_ONE_MODULE_EACH = {"transformers", "triton", "matplotlib", "fastapi", "captum", "shap", "ray"}
 
 
 def loaded_beyond_torch(statement: str, path: Path | None = None) -> set[str]:
-    """Top-level packages outside the standard library that it loads and ``import torch`` does not."""
+    """Return the packages that the statement loads, but ``import torch`` and the standard library do not."""
     program = f"""
 import sys
 sys.path[:0] = {[str(path)] if path else []}
@@ -58,7 +58,7 @@ def test_the_test_above_can_fail(tmp_path):
 
 
 def imports_of(file: Path, package: Path) -> Iterator[str]:
-    """Full names of all that a file of the package imports, at its top or deeper down."""
+    """Return the full names of everything that a file of the package imports, at any place in the file."""
     parent = [package.name, *file.relative_to(package).parts[:-1]]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -70,7 +70,7 @@ def imports_of(file: Path, package: Path) -> Iterator[str]:
 
 
 def breaches(package: Path) -> list[str]:
-    """Every import in the package that breaks the order, told in a line."""
+    """Return a line for every import in the package that breaks the order."""
     found, graph, homes = [], {}, {}
     for file in sorted(package.rglob("*.py")):
         name = str(file.relative_to(package))

@@ -1,4 +1,4 @@
-"""Few modules lie at the root of the package, and the folders of tests mirror those of the source."""
+"""The root of the package has few modules, and the folders of tests mirror the folders of the source."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ import pytest
 from tests.helpers.paths import ROOT
 
 MODULES_AT_ROOT = 4
-# Folders of tests that test nothing: what tests share, and the numbers of the public implementation.
+# Folders without tests: shared helpers, and outputs of the public implementation.
 SHARED = {"helpers", "golden"}
-# Folders of the repository beside the package that have tests.
+# Folders of the repository, other than the package, that have tests.
 BESIDE = {"benchmarks", "docs", "examples", "scripts"}
 
 
@@ -18,7 +18,7 @@ def folders(path: Path) -> set[str]:
 
 
 def disorder(root: Path) -> list[str]:
-    """Everything that lies where it should not, told in a line."""
+    """Return a line for every file or folder in the wrong place."""
     package, tests = root / "src" / "vecroute", root / "tests"
     found = []
     modules = sorted(path.name for path in package.glob("*.py"))

@@ -1,4 +1,4 @@
-"""The ready-made networks: their formulas, their gradients, and that each works in a routing."""
+"""The ready-made networks: formulas, gradients, and use in a routing."""
 
 import math
 
@@ -62,7 +62,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize("names", COMBINATIONS, ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_in_a_routing(names, masked):
-    """Forward and gradients of x_inp and of every parameter, with a batch, with masks and without."""
+    """Check outputs and the gradients of x_inp and every parameter, for a batch, with and without masks."""
     layer = vr.GeneralRouting(
         A=ACTIVATIONS[names.get("A", "linear")](),
         F=VOTES[names.get("F", "efficient")](),
@@ -126,7 +126,7 @@ def test_efficient_prediction():
 
 
 def test_gaussian_prediction_samples():
-    """x_hat ~ N(mu, sigma^2) while training, with a gradient for both; the mean in evaluation mode."""
+    """In training x_hat ~ N(mu, sigma^2) with gradients for mu and sigma; in evaluation mode it is mu."""
     G = networks.GaussianPrediction(d_out=D_OUT, d_inp=D_INP, **ONE)
     x_out = torch.randn(N_OUT, D_OUT, **ONE)
     mu, sigma = G.mu(x_out), G.log_sigma(x_out).exp()

@@ -1,4 +1,4 @@
-"""Contributions: they add up to the output, exactly, and they are those of the paper's votes."""
+"""Contributions: they sum to the output exactly, and agree with the votes of the paper."""
 
 import pytest
 import torch

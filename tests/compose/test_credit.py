@@ -24,7 +24,7 @@ def randn(*shape: int) -> Tensor:
 
 
 def sample_credit() -> vr.Credit:
-    """Credit [3, 9, 4] with every kind of factor and with a mask."""
+    """Build a credit [3, 9, 4] with every kind of factor and with a mask."""
     network = vr.Sequential(
         vr.PerVector(mlp()),
         vr.Concat(routing(None, 3), routing(None, 2)),
@@ -65,7 +65,7 @@ def test_column_and_top():
 
 
 def test_top_leaves_unused_inputs_for_last():
-    # Credit of used inputs is negative here, so 0 would be the largest.
+    # Used inputs have negative credit here, so the 0 of an unused input would be the largest.
     phi = -torch.rand(4, 1)  # [i, j]
     phi[1] = 0
     credit = vr.Credit(phi, torch.tensor([True, False, True, True]))
@@ -129,7 +129,7 @@ def test_permuting_and_splitting_inputs_permutes_and_splits_credit(data, seed):
     credit = network.route(x_inp).phi
     order = torch.tensor(data.draw(st.permutations(range(6))))  # [i]
     close(network.route(x_inp[order]).phi.dense(), credit.dense()[order])
-    # The same inputs as two, of which some are not used in each: what is not used has no credit.
+    # Repeat the inputs, and use each input in one of the two copies only. Unused copies have no credit.
     twice = torch.cat([x_inp, x_inp])  # [2 i, d]
     half = torch.rand(6) < 0.5  # [i]
     split = network.route(twice, input_mask=torch.cat([half, ~half])).phi
@@ -243,7 +243,7 @@ def test_a_sample_does_not_depend_on_the_batch():
 
 
 def chain_cost(sizes: list[int]) -> int:
-    """The fewest multiplications for a chain of matrices, by trying every order."""
+    """Return the fewest multiplications for a chain of matrices, by trying every order."""
     if len(sizes) < 3:
         return 0
     return min(
@@ -270,7 +270,7 @@ def test_products_take_the_cheapest_order(sizes):
 
 
 def test_nothing_is_ever_as_large_as_inputs_times_inputs():
-    """A bottleneck of 3 between 500 inputs and 500 outputs: no tensor made is much larger than a factor."""
+    """With a bottleneck of 3 between 500 inputs and 500 outputs, no tensor is much larger than a factor."""
     n = 500
     wide, narrow = randn(n, 3), randn(3, n)  # [i, j], [j, i]
     largest = []

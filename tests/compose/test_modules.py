@@ -1,4 +1,4 @@
-"""Compositions of routings: the rules of Appendix A, masks, and what they refuse."""
+"""Compositions of routings: the rules of Appendix A, masks, and errors."""
 
 import pytest
 import torch
@@ -136,7 +136,7 @@ def test_random_networks_agree_with_the_dense_computation(data, seed):
 
 
 def deep() -> vr.Sequential:
-    """A network in which masks have a long way to go."""
+    """Build a network in which masks pass through many parts."""
     return vr.Sequential(
         vr.PerVector(mlp()),
         vr.Concat(vr.PerVector(mlp()), vr.Residual(vr.PerVector(mlp()))),
@@ -150,10 +150,10 @@ def deep() -> vr.Sequential:
 def test_sums_of_what_is_partly_masked():
     per_vector, first, last = vr.PerVector(mlp()), routing(4, 4), routing(4, 2)
     x_inp, mask = inputs(4, D), torch.tensor([True, False, True, True])  # [i, d], [i]
-    # A routing among the branches: nothing is masked after it, so an unused vector must be zeros in the sum.
+    # One branch is a routing, so nothing is masked after the sum. Unused vectors must enter it as zeros.
     got = vr.Sequential(vr.Sum(per_vector, first), last)(x_inp, input_mask=mask)
     close(got, last(per_vector(x_inp).where(mask[:, None], 0.0) + first(x_inp, mask)))
-    # No routing yet: a vector is used if any of those that make it is.
+    # Without a routing, a vector of the sum is used if one of its terms is used.
     x_2, mask_2 = inputs(4, D), torch.tensor([True, False, False, True])  # [i, d], [i]
     network = vr.Sequential(vr.Sum(per_vector, vr.PerVector(nn.Identity())), last)
     x_out, phi = network.route((x_inp, x_2), input_mask=(mask, mask_2))
@@ -196,7 +196,7 @@ def test_pair_mask_goes_to_the_first_routing():
     x_1, phi_1 = first.route(per_vector(x_inp), pair_mask=pair_mask)
     close(routed.x_out, second(x_1))
     close(routed.phi.dense(), phi_1 @ second.route(x_1).phi)
-    # Those of branches that pass vectors on are joined like the vectors.
+    # The masks of branches that do not route are concatenated like their vectors.
     both = vr.Sequential(vr.Concat(per_vector, vr.PerVector(nn.Identity())), routing(None, 4))
     x_2, half = inputs(2, D), torch.tensor([[True, False, True, True]] * 2)  # [i_2, d], [i_2, j]
     got = both((x_inp, x_2), pair_mask=(pair_mask, half))
@@ -210,7 +210,7 @@ def test_a_pair_mask_that_no_part_takes_is_refused():
         for verb in (network, network.route):
             with pytest.raises(ValueError, match="pair_mask needs a routing that receives the inputs"):
                 verb(x_inp, pair_mask=pair_mask)
-    # What comes first need not take it where something after it does.
+    # The first part need not use the pair_mask if a later part does.
     network = vr.Sequential(vr.Sequential(vr.PerVector(nn.GELU())), routing(None, 7))
     assert network(x_inp, pair_mask=pair_mask).shape == (2, 7, D)
 
@@ -239,7 +239,7 @@ def test_they_are_ordinary_modules():
 
 
 def general(F, **options) -> vr.GeneralRouting:
-    """A GeneralRouting with the given votes to 4 outputs."""
+    """Build a GeneralRouting with the given votes and 4 outputs."""
     like = {"dtype": torch.float64}
     return vr.GeneralRouting(
         A=nn.Linear(D, 1, **like),
@@ -255,14 +255,14 @@ def general(F, **options) -> vr.GeneralRouting:
 
 
 class Mean(nn.Module):
-    """Mixes vectors: each output is the mean of all inputs."""
+    """A module that mixes vectors: each output is the mean of all inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(-2, keepdim=True).expand_as(x)
 
 
 class Previous(nn.Module):
-    """Mixes vectors: each output looks at the input before, through a weight that is still 0."""
+    """A module that mixes vectors: each output adds the previous input times a weight, which is still 0."""
 
     def __init__(self):
         super().__init__()
@@ -297,7 +297,7 @@ def test_credit_does_not_pass_through_what_mixes_vectors(module):
 
 
 class Positions(nn.Module):
-    """Positional embeddings: for this number of vectors and no other."""
+    """Position embeddings for a fixed number of vectors."""
 
     def __init__(self, n: int):
         super().__init__()

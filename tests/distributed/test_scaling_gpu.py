@@ -1,4 +1,4 @@
-"""Streaming and sharding on a GPU: pinned memory, a copy stream, gloo and NCCL; streaming on the CPU too."""
+"""Streaming and sharding on a GPU: pinned memory, a copy stream, gloo and NCCL. Streaming also on the CPU."""
 
 import copy
 from pathlib import Path
@@ -29,14 +29,14 @@ def x_inp() -> Tensor:
 
 @pytest.fixture
 def memory_map(x_inp, tmp_path) -> np.memmap:
-    """The rows of x_inp, after some others, in a file of float16."""
+    """Write x_inp to a float16 file, after some other rows."""
     whole = np.concatenate([np.ones((3, D_INP), np.float16), x_inp.numpy()])
     np.save(tmp_path / "x.npy", whole)
     return np.load(tmp_path / "x.npy", mmap_mode="r")[3:]
 
 
 def outcome(network: nn.Module, x_out: Tensor) -> dict[str, Tensor]:
-    """x_out and the gradients of a network that gave it, on the CPU."""
+    """Return x_out and the gradients of its network, on the CPU."""
     network.zero_grad()
     x_out.backward(upstream(x_out))
     grads = {  # 0 where there is none, as of what only a second iteration uses
@@ -81,7 +81,7 @@ NETWORKS = {
 @pytest.mark.parametrize("rows", [ROWS, None])
 @pytest.mark.parametrize("device", DEVICES)
 def test_trained_from_a_file_as_in_memory(device, rows, name, x_inp, memory_map):
-    """In float64, some steps of AdamW: on the device from the file, on the CPU in memory."""
+    """Some steps of AdamW in float64 agree: on the device from the file, and on the CPU from memory."""
     in_memory = with_noise(NETWORKS[name]()).double()
     streamed = copy.deepcopy(in_memory).to(device)
     for network, forward in (
@@ -101,7 +101,7 @@ def test_trained_from_a_file_as_in_memory(device, rows, name, x_inp, memory_map)
 @pytest.mark.parametrize("source", ["file", "direct", "iterable"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_chunks_come_whole_and_in_order(device, source, x_inp, memory_map):
-    """Far more chunks than buffers, on which work goes on when the next ones are read."""
+    """There are many more chunks than buffers, and work on a chunk continues while the next are read."""
     vectors = open_vectors(list(x_inp.split(100)) if source == "iterable" else memory_map)
     if source == "direct":
         vectors.direct = True
@@ -148,7 +148,7 @@ def test_two_ranks_on_one_gpu(ranks_on_one_gpu, name):
 
 
 def streamed_outcome(folder: str, device: str) -> dict[str, np.ndarray]:
-    """x_out and gradients; the own vectors come from a file, and their credit goes to another."""
+    """Return x_out and gradients. The rank's vectors come from a file, and their credit goes to another."""
     mesh = mesh_of(2)
     torch.manual_seed(1)
     network = with_noise(NETWORKS["head"]()).double()
@@ -185,7 +185,7 @@ def test_each_rank_streams_its_own_file_on_one_gpu(ranks_on_one_gpu, tmp_path):
 @GPU
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 def test_nccl(fixed):
-    """One rank, since two may not share a GPU."""
+    """Use one rank, since NCCL does not let two ranks share a GPU."""
     case = CASES["fixed"]._replace(sizes=(11,), fixed=fixed)
     pool = Ranks(1, "nccl", "cuda")
     try:

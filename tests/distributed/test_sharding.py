@@ -1,4 +1,4 @@
-"""Inputs sharded over 1 to 4 gloo processes: everything is what one process computes."""
+"""Inputs sharded over 1 to 4 gloo processes: all results equal the results of one process."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 class Case(NamedTuple):
-    """A layer and its inputs; ``sizes`` are the rows of each rank if the length is variable."""
+    """A layer and its inputs. With variable length, ``sizes`` are the numbers of rows of the ranks."""
 
     sizes: tuple[int, ...]
     fixed: bool = False
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 def make(case: Case) -> tuple[vr.VectorRouting, Tensor, dict[str, Tensor]]:
-    """The layer, and all inputs [..., i, d] and masks: the same wherever it is called."""
+    """Return the layer, all inputs [..., i, d] and masks. Every rank gets the same ones."""
     torch.manual_seed(case.n_inp)
     layer = vr.VectorRouting(
         n_inp=case.n_inp if case.fixed else None,
@@ -64,7 +64,7 @@ def rows_of(case: Case, mesh) -> slice:
 
 
 def outcome(layer: nn.Module, x_inp: Tensor, masks: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """x_out, phi and every gradient."""
+    """Return x_out, phi and every gradient."""
     layer.zero_grad()
     x_inp = x_inp.clone().requires_grad_()  # [..., i, d]
     routed = layer.route(x_inp, **masks)
@@ -91,7 +91,7 @@ def sharded_outcome(case: Case, device: str = "cpu") -> dict[str, np.ndarray]:
 
 
 def joined(name: str, parts: list[np.ndarray], case: Case) -> list[np.ndarray]:
-    """What the ranks have of the whole: their rows one after the other, or each all of it."""
+    """Return the values to compare with one process: concatenated rows, or the whole value of each rank."""
     if name in ("phi", "grad x_inp"):
         return [np.concatenate(parts, -2)]
     with_i = name.removeprefix("grad ") in ("W_A", "B_A", "W_S", "B_S", "beta_use", "beta_ign")
@@ -99,7 +99,7 @@ def joined(name: str, parts: list[np.ndarray], case: Case) -> list[np.ndarray]:
 
 
 def assert_as_one_process(case: Case, found: list[dict[str, np.ndarray]]) -> None:
-    """Within 1e-12 in float64; in float32 within 1e-6 and 4 times what one process is off from float64."""
+    """Compare with one process: to 1e-12 in float64, in float32 to 1e-6 plus 4 times its rounding error."""
     layer, x_inp, masks = make(case)
     truth = outcome(layer, x_inp, masks)
     exact = truth if case.dtype == torch.float64 else outcome(layer.double(), x_inp.double(), masks)
@@ -144,7 +144,7 @@ STRICT = Case((40, 0, 23), batch=(2,), n_out=6, d_inp=16, d_out=16, input_mask=T
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 def test_float32_within_1e_6(ranks, fixed):
-    """Where float32 itself is not off by more: vectors are not so short that normalising magnifies."""
+    """Float32 results agree to 1e-6 if vectors are long enough that normalising does not magnify errors."""
     case = STRICT._replace(fixed=fixed)
     truth = outcome(*make(case))
     found = ranks(len(case.sizes), sharded_outcome, case)
@@ -162,7 +162,7 @@ def test_packed_samples_are_sharded_one_by_one(ranks):
 
 
 def packed_outcome(lengths: list[list[int]], n: int | None) -> dict[str, np.ndarray]:
-    """Gradients and x_out; rank r holds lengths[r][b] rows of sample b, one process (None) all of them."""
+    """Return gradients and x_out. Rank r holds lengths[r][b] rows of sample b; None means one process."""
     torch.manual_seed(3)
     layer = with_noise(vr.VectorRouting(n_inp=None, n_out=3, d_inp=4, d_out=3, dtype=torch.float64))
     samples = [torch.randn(k, 4, dtype=torch.float64) for k in map(sum, zip(*lengths, strict=True))]
@@ -198,7 +198,7 @@ NETWORKS = {
 
 
 def make_network(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """A network, its inputs (hidden states for a head) and their mask."""
+    """Return a network, its inputs (hidden states for a head) and their mask."""
     torch.manual_seed(1)
     network = with_noise(NETWORKS[name]()).double()
     shape = (2, 9, 2, 6) if isinstance(network, vr.RoutingHead) else (2, 9, 6)
@@ -207,7 +207,7 @@ def make_network(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def own_part(name: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Tensor, Tensor]:
-    """A sharded network, the own inputs and their mask."""
+    """Return a sharded network, the rank's own inputs and their mask."""
     mesh = mesh_of(len(sizes))
     network, x_inp, mask = make_network(name)
     rows = rows_of(Case(sizes, fixed=name == "fixed"), mesh)
@@ -215,7 +215,7 @@ def own_part(name: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Tensor, Tens
 
 
 def train(network: nn.Module, x_inp: Tensor, mask: Tensor, steps: int) -> dict[str, np.ndarray]:
-    """Parameters after some steps of AdamW, and the gradients of the first."""
+    """Return the parameters after some steps of AdamW, and the gradients of the first step."""
     optimizer, first = torch.optim.AdamW(network.parameters(), lr=1e-2), {}
     for _ in range(steps):
         optimizer.zero_grad()
@@ -255,7 +255,7 @@ def explain(network: nn.Module, x_inp: Tensor, mask: Tensor) -> dict[str, Tensor
 
 
 def explain_sharded(name: str, sizes: tuple[int, ...]) -> dict[str, dict[str, np.ndarray]]:
-    """Own parts, and all of them gathered."""
+    """Return the explanations of the rank's own inputs, and the gathered ones."""
     found = explain(*own_part(name, sizes))
     mesh = mesh_of(len(sizes))
     return {"own": arrays(found), "all": arrays({key: gather(value, mesh) for key, value in found.items()})}
@@ -283,7 +283,7 @@ def test_credit_and_contributions_stay_with_their_inputs(ranks, name, sizes):
 
 
 def converged(n: int | None) -> dict[str, np.ndarray]:
-    """x_out and gradients of a layer that iterates until it stands still."""
+    """Return x_out and gradients of a layer that iterates until convergence."""
     torch.manual_seed(4)
     layer = vr.VectorRouting(
         n_inp=None,

@@ -1,4 +1,4 @@
-"""Sharded runs: what goes over the wire, data parallelism beside it, checkpoints, ranks that fail."""
+"""Sharded runs: bytes sent, combination with data parallelism, checkpoints, and ranks that fail."""
 
 import os
 from pathlib import Path
@@ -19,11 +19,11 @@ from tests.distributed.test_sharding import Case, greatest, make, make_network, 
 from tests.helpers.ranks import MESHES, Ranks, mesh_of
 from vecroute.distributed import gather, own_rows, shard_inputs, stream, stream_credit
 
-# What goes over the wire
+# Bytes sent
 
 
 def bytes_sent(case: Case) -> list[tuple[str, int]]:
-    """What a rank gives to all-reduce in a step, message by message."""
+    """Return the bytes of each all-reduce message of a rank in one step."""
     layer, x_inp, _ = make(case)
     layer = shard_inputs(layer, mesh_of(2))
     sent, all_reduce = [], dist.all_reduce
@@ -43,7 +43,7 @@ def bytes_sent(case: Case) -> list[tuple[str, int]]:
 
 
 def model(case: Case) -> list[int]:
-    """docs/scaling.md: bytes of the messages of a step, forward and backward."""
+    """Return the bytes that docs/scaling.md predicts for a step, forward and backward."""
     b, j, d, size = int(np.prod(case.batch)), case.n_out, case.d_inp, case.dtype.itemsize
     forward = 24 + 8 * b + case.n_iters * size * b * j * (d + 1)
     shared = 0 if case.fixed else size * (d + 1 + 2 * j + 2 * j * (d + 1))
@@ -59,11 +59,11 @@ def test_bytes_do_not_depend_on_n_inp(ranks, fixed, n_iters):
             assert sent == model(case)
 
 
-# Beside data parallelism
+# Combination with data parallelism
 
 
 def two_dimensions(kind: str, fixed: bool) -> dict[str, np.ndarray]:
-    """Gradients of a layer: samples over one dimension of a mesh of 2 x 2, inputs over the other."""
+    """Return the gradients of a layer on a 2 x 2 mesh: samples over one dimension, inputs over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     case = Case((6, 5), fixed, batch=(4,))
     layer, x_inp, _ = make(case)
@@ -73,7 +73,7 @@ def two_dimensions(kind: str, fixed: bool) -> dict[str, np.ndarray]:
         module = DistributedDataParallel(layer, device_mesh=mesh["dp"])
     else:
         module = fully_shard(layer, mesh=mesh["dp"])
-    # As an optimizer would take them: DDP has local parts in place of DTensors, and only until it is called.
+    # Take the parameters before the call, as an optimizer would: DDP replaces DTensors by local parts then.
     parameters = dict(layer.named_parameters())
     module(x_inp[samples, rows_of(case, mesh["sp"])]).sin().mean().backward()
     return {name: whole(parameter.grad).numpy() for name, parameter in parameters.items()}
@@ -89,7 +89,7 @@ def test_beside_data_parallelism(ranks, kind, fixed):
     for rank, found in enumerate(results):
         for name, parameter in layer.named_parameters():
             expected = parameter.grad.numpy()
-            if name in with_i:  # DDP has the local part of a DTensor
+            if name in with_i:  # DDP holds the local part of a DTensor
                 expected = expected[:6] if rank % 2 == 0 else expected[6:]
             assert greatest(found[name].reshape(expected.shape) - expected) < 1e-12, name
 
@@ -100,7 +100,7 @@ def test_beside_data_parallelism(ranks, kind, fixed):
 def run(
     network: nn.Module, x_inp: Tensor, mask: Tensor, steps: int, folder: str = "", group=None, die: int = -1
 ):
-    """Train, from the checkpoint in the folder if there is one, and save each step; a rank may die in one."""
+    """Train from the last checkpoint in the folder, and save every step. A rank may die in a given step."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     done = 0
     if folder and Path(folder, ".metadata").exists():
@@ -123,7 +123,7 @@ def run(
 
 
 def state_of(network: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> dict:
-    for group in optimizer.param_groups:  # so that the state of the optimizer is there
+    for group in optimizer.param_groups:  # the optimizer creates its state only in the first step
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
                 optimizer.state[parameter] = {
@@ -207,7 +207,7 @@ def test_a_damaged_file_on_one_rank(ranks, tmp_path):
 
 
 def stream_with(change: str, folder: str) -> None:
-    """Something is wrong on rank 1 alone, of a network that does not know its d_inp."""
+    """Stream with a wrong argument on rank 1 only. The network does not fix d_inp."""
     mesh = mesh_of(3)
     network = vr.Sequential(
         vr.PerVector(nn.LayerNorm(4)), vr.VectorRouting(n_inp=None, n_out=2, d_inp=4, d_out=2)
@@ -236,11 +236,11 @@ def test_what_is_wrong_with_the_stream_of_one_rank(ranks, change, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# What is refused, on every rank
+# Errors that every rank raises
 
 
 def call_with(change: str) -> None:
-    """A layer called with something that is wrong on rank 1 alone."""
+    """Call a layer with a wrong argument on rank 1 only."""
     mesh = mesh_of(3)
     wrong = mesh.get_local_rank() == 1
     fixed = change == "rows of a fixed length"

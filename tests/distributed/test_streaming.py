@@ -1,4 +1,4 @@
-"""Out of core: what is streamed from files is what is routed in memory."""
+"""Out-of-core routing: streaming from files gives the same results as routing in memory."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def as_npy(folder: Path, x: Tensor):
 
 
 def as_memmap(folder: Path, x: Tensor):
-    """The later rows of a larger file, so that offsets count."""
+    """Return x as the last rows of a larger file, to test offsets."""
     more = np.concatenate([np.zeros((1000, D_INP)), x.numpy()])
     more.tofile(folder / "x.bin")
     whole = np.memmap(folder / "x.bin", np.float64, "r", shape=more.shape)
@@ -167,7 +167,7 @@ def test_training_from_a_file_is_training_in_memory(tmp_path):
     assert_same(trained[1], trained[0], 1e-10)
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(

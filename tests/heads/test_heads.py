@@ -1,4 +1,4 @@
-"""RoutingHead: hidden states of every position and depth to scores, with credit that reaches each of them."""
+"""RoutingHead: it maps hidden states to scores, and its credit reaches every hidden state."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SIZES = {"d_emb": 12, "depth": 3, "n_cls": 4}
 
 
 def trained(head):
-    """As after training: no weight is zero, the MLPs do something."""
+    """Make all weights nonzero, as after training, so that the MLPs are not the identity."""
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return head
@@ -26,7 +26,7 @@ def test_hidden_states_are_flattened_depth_inside_position_and_normalised():
         for level in range(3):
             assert torch.equal(x_inp[:, position * 3 + level], hidden[:, position, level])
     assert mask.tolist()[1] == [1] * 6 + [0] * 6 + [1] * 3
-    # The MLP does nothing yet.
+    # The untrained MLP is the identity.
     torch.testing.assert_close(head.network[0](x_inp), nnf.layer_norm(x_inp, (12,)))
 
 

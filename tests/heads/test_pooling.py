@@ -1,4 +1,4 @@
-"""The baseline heads: what each of them pools, and that padding and masks change nothing else."""
+"""The baseline heads: each pools the right values, and padding and masked positions change nothing."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ BASELINES = [name for name in HEADS if name not in ("routing", "wide", "paper")]
 
 
 def trained(head):
-    """As after training: no weight is zero."""
+    """Make all weights nonzero, as after training."""
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return head.double().eval()
@@ -82,7 +82,7 @@ def test_what_means_and_the_first_position_pool():
 
 
 def test_attention_is_that_of_torch():
-    """Queries through W_K and means through W_V are what keys and values would give."""
+    """Multiplying queries by W_K and means by W_V equals attention with explicit keys and values."""
     attention = trained(Attention(12, 5, 3))
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
@@ -107,7 +107,7 @@ def test_a_hopfield_state_that_is_updated_once_is_attention_and_more_updates_mov
     many = make_head("hopfield", seed=0, **SIZES | {"depth": 1}, n_updates=60).double()
     more = make_head("hopfield", seed=0, **SIZES | {"depth": 1}, n_updates=61).double()
     more.load_state_dict(many.state_dict())
-    torch.testing.assert_close(many.pool(x, mask), more.pool(x, mask), rtol=1e-3, atol=1e-3)  # it settles
+    torch.testing.assert_close(many.pool(x, mask), more.pool(x, mask), rtol=1e-3, atol=1e-3)  # converged
 
 
 def test_options_of_probes():

@@ -1,11 +1,11 @@
-"""The constants of a kernel in CUDA C++, as Python reads them."""
+"""Read the constants of a kernel in CUDA C++."""
 
 import re
 from importlib.resources import files
 
 
 def named_constants(name: str, given: dict[str, int]) -> dict[str, int]:
-    """All that a file declares ``constexpr int``, from those that come before it."""
+    """Return all ``constexpr int`` constants of a file. A constant may use earlier ones."""
     values = dict(given)
     text = files("vecroute.ops.paths.long").joinpath(name).read_text()
     for declared in re.findall(r"^constexpr int ([^;]+);", text, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""Random nested networks, and their credit computed the plain way: dense, part by part."""
+"""Random nested networks, and a simple dense computation of their credit."""
 
 import torch
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ D = 3
 
 
 def routing(n_inp: int | None, n_out: int, d_inp: int = D, d_out: int = D, **options) -> vr.VectorRouting:
-    """A float64 layer with no parameter left at zero."""
+    """Build a float64 layer without zero parameters."""
     layer = vr.VectorRouting(
         n_inp=n_inp, n_out=n_out, d_inp=d_inp, d_out=d_out, dtype=torch.float64, **options
     )
@@ -29,7 +29,7 @@ def mlp(d_inp: int = D, d_out: int = D) -> nn.Sequential:
 
 @st.composite
 def networks(draw, n_inp: int, n_out: int, depth: int = 3) -> nn.Module:
-    """A network from n_inp to n_out vectors, nested up to ``depth`` deep."""
+    """Draw a network from n_inp to n_out vectors with at most ``depth`` levels of nesting."""
     kinds = ["routing"]
     if depth:
         kinds += (
@@ -55,12 +55,12 @@ def networks(draw, n_inp: int, n_out: int, depth: int = 3) -> nn.Module:
 
 
 def dense_route(network: nn.Module, x: Tensor, mask: Tensor | None = None):
-    """x_out [j, h], the end-to-end phi [i, j], and the mask of the outputs [j], None where all are used.
+    """Return x_out [j, h], the end-to-end phi [i, j], and the mask of the outputs [j] or None.
 
     Args:
-        network: of those above, given one tensor.
+        network: one of the networks above, with one tensor as input.
         x: [i, d] the vectors of one sample.
-        mask: [i] True at the used inputs, or None.
+        mask: [i] True for used inputs, or None if all are used.
     """
     every = torch.ones(len(x), dtype=torch.bool) if mask is None else mask  # [i]
     eye = torch.diag(every.to(x.dtype))  # [i, i]
@@ -92,5 +92,5 @@ def dense_route(network: nn.Module, x: Tensor, mask: Tensor | None = None):
 
 
 def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x [i, d] with zeros in place of unused vectors."""
+    """Return x [i, d] with unused vectors set to zero."""
     return x if mask is None else x.where(mask[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""A few processes that stay: tests hand them functions, so that torch is loaded once for all of them."""
+"""A pool of processes that run functions for tests, so that each process loads torch only once."""
 
 import multiprocessing
 import os
@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 WORLD = 4
-SECONDS = 120  # the time-out of the groups, which a busy machine should not reach
+SECONDS = 120  # time-out of the groups, long enough for a busy machine
 
 
 class RankError(Exception):
-    """What a function raised on a rank."""
+    """The error that a function raised on a rank."""
 
 
 def mesh_of(n: int) -> DeviceMesh:
-    """The first n ranks; made once, by all of them."""
+    """Return a mesh of the first n ranks. All ranks create it together, once."""
     return MESHES[n]
 
 
@@ -31,7 +31,7 @@ MESHES: dict[int, DeviceMesh] = {}
 
 
 def serve(rank: int, world: int, store: str, commands: Connection, backend: str, device: str) -> None:
-    """Run what comes through the connection, as one rank of a world."""
+    """Run the functions that arrive through the connection, as one rank of a world."""
     torch.set_num_threads(1)
     dist.init_process_group(
         backend,
@@ -59,7 +59,7 @@ def serve(rank: int, world: int, store: str, commands: Connection, backend: str,
 
 
 def received(connection: Connection) -> tuple[bool, Any]:
-    """What a rank answers; that it has ended, if it has."""
+    """Return the answer of a rank, or an error if the rank has ended."""
     try:
         return connection.recv()
     except EOFError:
@@ -67,9 +67,10 @@ def received(connection: Connection) -> tuple[bool, Any]:
 
 
 class Ranks:
-    """Processes that run functions together, with meshes of a kind of device.
+    """Processes that run functions together on one kind of device.
 
-    They are forked from one that has torch loaded, or new ones for a GPU, which does not survive a fork.
+    For the CPU they are forked from a process that has loaded torch. CUDA does not survive a fork, so for a
+    GPU they are new processes.
     """
 
     def __init__(self, world: int = WORLD, backend: str = "gloo", device: str = "cpu"):
@@ -88,13 +89,13 @@ class Ranks:
             self.processes.append(process)
 
     def outcomes(self, n: int, function: Callable, *arguments: Any) -> list[tuple[bool, Any]]:
-        """(True, result) or (False, (type, message, traceback)) of each of the first n ranks."""
+        """Return (True, result) or (False, (type, message, traceback)) for each of the first n ranks."""
         for connection in self.connections[:n]:
             connection.send((function, arguments))
         return [received(connection) for connection in self.connections[:n]]
 
     def __call__(self, n: int, function: Callable, *arguments: Any) -> list[Any]:
-        """function(*arguments) on each of the first n ranks."""
+        """Call function(*arguments) on each of the first n ranks."""
         results = self.outcomes(n, function, *arguments)
         for rank, (fine, result) in enumerate(results):
             if not fine:
@@ -102,7 +103,7 @@ class Ranks:
         return [result for _, result in results]
 
     def messages(self, n: int, function: Callable, *arguments: Any) -> list[str]:
-        """What each of the first n ranks raised, none of which may have come to an end."""
+        """Return the error message of each of the first n ranks. Every rank must raise."""
         results = self.outcomes(n, function, *arguments)
         assert not any(fine for fine, _ in results), [fine for fine, _ in results]
         return [f"{result[0]}: {result[1]}" for _, result in results]
@@ -111,7 +112,7 @@ class Ranks:
         for connection in self.connections:
             try:
                 connection.send(None)
-            except OSError:  # it has ended already
+            except OSError:  # the process has already ended
                 continue
         for process in self.processes:
             process.join(10)

@@ -1,4 +1,4 @@
-"""One small layer of every kind, all called alike, and inputs and masks for them."""
+"""A small layer of every kind, all with the same signature, and inputs and masks for them."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,10 @@ KINDS = ("auto", "reference", "general", "general over inputs", "matrix", "matri
 
 
 class MatrixOfVectors(nn.Module):
-    """MatrixRouting called like the others: matrices of one row, their first feature as the activation."""
+    """MatrixRouting with the signature of the others: each vector is a matrix with one row.
+
+    The first feature of a vector is its activation.
+    """
 
     def __init__(self, **options):
         super().__init__()
@@ -25,7 +28,7 @@ class MatrixOfVectors(nn.Module):
 
 
 def with_noise(module: nn.Module) -> nn.Module:
-    """The same module, no parameter left at zero."""
+    """Add noise to the parameters, so that none is zero, and return the module."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) / 10)
@@ -33,16 +36,16 @@ def with_noise(module: nn.Module) -> nn.Module:
 
 
 def with_chunks(layer: vr.VectorRouting, rows: int = 0) -> vr.VectorRouting:
-    """The same layer, which goes through chunks where ``fused`` would take the batch path.
+    """Make a layer work in chunks instead of the batch path of ``fused``, and return it.
 
-    A budget of one byte more is not the default, and changes nothing else.
+    Any tuning other than the default does this. A budget of one more byte changes nothing else.
     """
     layer.tuning = Tuning(rows, Tuning().keep_bytes + 1)
     return layer
 
 
 def make(kind: str, n_inp: int | None = None) -> nn.Module:
-    """A layer of the named kind, float32, with no parameter left at zero."""
+    """Build a float32 layer of the named kind without zero parameters."""
     if kind in ("auto", "reference"):
         layer: nn.Module = vr.VectorRouting(
             n_inp=n_inp, n_out=N_OUT, d_inp=D_INP, d_out=D_OUT, implementation=kind
@@ -66,7 +69,7 @@ def make(kind: str, n_inp: int | None = None) -> nn.Module:
 def inputs(
     batch: int = 2, n_inp: int = 11, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x_inp [batch, i, d], and an input_mask [batch, i] and pair_mask [batch, i, j] that use some."""
+    """Return x_inp [batch, i, d] and random masks: input_mask [batch, i] and pair_mask [batch, i, j]."""
     x_inp = torch.randn(batch, n_inp, D_INP, dtype=dtype)  # [batch, i, d]
     input_mask = torch.rand(batch, n_inp) > 0.3  # [batch, i]
     input_mask[:, 0] = True

@@ -1,4 +1,4 @@
-"""The tolerance rule and the fixtures can fail."""
+"""The tolerance rule and the fixtures detect errors."""
 
 import copy
 

@@ -1,7 +1,8 @@
-"""The one tolerance rule.
+"""The tolerance rule.
 
-An implementation passes if its error against the float64 truth is at most twice that of the eager reference
-in the same dtype, plus a tiny floor: forward and every gradient, in the greatest and in the RMS error.
+An implementation passes if its error against the float64 truth is at most twice the error of the eager
+reference in the same dtype, plus a tiny floor. The rule holds for outputs and every gradient, for the
+greatest error and for the RMS error.
 """
 
 import copy
@@ -14,11 +15,11 @@ from vecroute.ops.common import compute_dtype
 
 
 def assert_as_good(name: str, got: Tensor, same_dtype_reference: Tensor, truth: Tensor) -> None:
-    """Raise unless ``got`` is within a factor 2 as near to the float64 truth as the reference in its dtype.
+    """Raise unless the error of ``got`` is at most twice the error of the reference, plus the floor.
 
-    The floor, relative to the greatest element of the truth: 32 units in the last place of the dtype that
-    sums are computed in, and one of the dtype that the result is stored in. Where the reference is exact by
-    luck, another order of summation may not be.
+    Both errors are against the float64 truth. The floor is relative to the greatest element of the truth: 32
+    units in the last place of the dtype of sums, plus one unit of the dtype of the result. It is needed
+    because the reference may be exact by luck, while another order of summation is not.
     """
     shape, dtype, reference_dtype = list(truth.shape), got.dtype, same_dtype_reference.dtype
     assert list(got.shape) == shape, f"{name}: shape {list(got.shape)}, the truth has {shape}"
@@ -29,10 +30,10 @@ def assert_as_good(name: str, got: Tensor, same_dtype_reference: Tensor, truth: 
     summed_in, stored_in = torch.finfo(compute_dtype(dtype)), torch.finfo(dtype)
     floor = (32 * summed_in.eps + stored_in.eps) * max(greatest(truth), stored_in.smallest_normal)
     if truth.numel() == 1:
-        floor *= 16  # which of two single numbers is nearer to a third is luck
+        floor *= 16  # for a single number, it is luck which of two results is closer to the truth
     for measure in (greatest, rms):
         allowed = 2 * measure(reference_error) + floor
-        # Written so that NaN fails.
+        # The condition is written so that NaN fails.
         if not measure(error) <= allowed:
             raise AssertionError(
                 f"{name}: max error {greatest(error):.3e}, RMS error {rms(error):.3e}; "
@@ -42,7 +43,7 @@ def assert_as_good(name: str, got: Tensor, same_dtype_reference: Tensor, truth: 
 
 
 def assert_layer_as_good(layer: vr.VectorRouting, x_inp: Tensor, **masks: Tensor) -> None:
-    """Hold x_out, phi and every gradient of a layer against the reference, by the one rule."""
+    """Compare x_out, phi and every gradient of a layer with the reference, by the tolerance rule."""
     got = outcome(layer, x_inp, **masks)
     same_dtype_reference = outcome(twin(layer, x_inp.dtype), x_inp, **masks)
     truth = outcome(twin(layer, torch.float64), x_inp.double(), **masks)
@@ -52,9 +53,9 @@ def assert_layer_as_good(layer: vr.VectorRouting, x_inp: Tensor, **masks: Tensor
 
 
 def outcome(layer: vr.VectorRouting, x_inp: Tensor, **masks: Tensor) -> dict[str, Tensor]:
-    """x_out, phi, and the gradients of x_inp and of every parameter (``grad W_A``, zero where there is none).
+    """Return x_out, phi, and the gradients of x_inp and every parameter (``grad W_A``; zero if None).
 
-    The gradient upstream of x_out is the same random numbers in every dtype.
+    The upstream gradient of x_out has the same random numbers in every dtype.
     """
     layer.zero_grad()
     x_inp = x_inp.detach().clone().requires_grad_()  # [..., i, d]
@@ -68,23 +69,23 @@ def outcome(layer: vr.VectorRouting, x_inp: Tensor, **masks: Tensor) -> dict[str
 
 
 def twin(layer: vr.VectorRouting, dtype: torch.dtype) -> vr.VectorRouting:
-    """The same layer in another dtype, routing by the reference."""
+    """Return a copy of the layer in another dtype, with the reference implementation."""
     layer = copy.deepcopy(layer).to(dtype)
     layer.implementation = "reference"
     return layer
 
 
 def upstream(value: Tensor) -> Tensor:
-    """A random gradient for value, the same for one shape in every dtype, since bfloat16 can hold it."""
+    """Return a random gradient for value, which bfloat16 holds exactly, so it is the same in every dtype."""
     generator = torch.Generator("cpu").manual_seed(1)
     return torch.randn(value.shape, generator=generator, device="cpu").bfloat16().to(value)
 
 
 def greatest(x: Tensor) -> float:
-    """The greatest absolute value, 0 if x is empty; NaN if there is one."""
+    """Return the greatest absolute value: 0 if x is empty, NaN if x contains NaN."""
     return x.abs().max().item() if x.numel() else 0.0
 
 
 def rms(x: Tensor) -> float:
-    """The root of the mean square, 0 if x is empty."""
+    """Return the root of the mean square, 0 if x is empty."""
     return x.square().mean().sqrt().item() if x.numel() else 0.0

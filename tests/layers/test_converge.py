@@ -1,4 +1,4 @@
-"""Routing to convergence: the fixed point, its implicit gradient, and what is said of the search."""
+"""Routing to convergence: the fixed point, its implicit gradient, and the report of the search."""
 
 import copy
 import re
@@ -16,13 +16,14 @@ from tests.helpers.samples import D_INP, inputs, make
 from vecroute import ops
 from vecroute.layers.converge import WARM_UP, WINDOW, fixed_point, solve
 
-# The fused kernels, slow in Triton's interpreter, have the steps of "chunked": they come where kernels count.
+# The fused kernels are slow in Triton's interpreter, and take the same steps as "chunked". Only tests that
+# depend on the kernels use them.
 QUICK = ("reference", "chunked", "general", "general over inputs")
 LAYERS = (*QUICK, "fused")
 
 
 def layer_of(kind: str, n_inp: int | None = None, dtype=torch.float64, **converge) -> nn.Module:
-    """A small layer that converges; streamed ones are made as "auto" and told which."""
+    """Build a small layer with a ``Converge``."""
     layer = make("auto" if kind in ("chunked", "fused") else kind, n_inp).to(dtype)
     if kind in ("chunked", "fused"):
         layer.implementation = kind
@@ -31,7 +32,7 @@ def layer_of(kind: str, n_inp: int | None = None, dtype=torch.float64, **converg
 
 
 def scaled(scale: float, n_iters: object = 2, implementation: str = "reference") -> vr.VectorRouting:
-    """A layer whose scores are so many times steeper than initial ones."""
+    """Build a layer whose scores are steeper than the initial ones by a factor."""
     torch.manual_seed(0)
     options = {"n_inp": None, "n_out": 4, "d_inp": 8, "d_out": 8, "dtype": torch.float64}
     layer = vr.VectorRouting(n_iters=n_iters, implementation=implementation, **options)
@@ -41,7 +42,7 @@ def scaled(scale: float, n_iters: object = 2, implementation: str = "reference")
 
 
 def as_general(vector: vr.VectorRouting) -> vr.GeneralRouting:
-    """Algorithm 1 of the networks and parameters of an Algorithm 2 of variable length."""
+    """Return Algorithm 1 with the networks and parameters of a layer of Algorithm 2 of variable length."""
     sizes = {"n_out": vector.n_out, "d_inp": vector.d_inp}
     layer = vr.GeneralRouting(
         A=vr.networks.LinearActivation(n_inp=None, d_inp=vector.d_inp),
@@ -58,7 +59,7 @@ def as_general(vector: vr.VectorRouting) -> vr.GeneralRouting:
 
 
 def gradients(layer: nn.Module, x_inp: Tensor, **masks: Tensor) -> Tensor:
-    """The gradients of x_inp and of every parameter, as one vector."""
+    """Return the gradients of x_inp and every parameter as one vector."""
     x_inp = x_inp.detach().requires_grad_()
     x_out = layer(x_inp, **masks)
     upstream = torch.linspace(-1, 1, x_out.numel(), dtype=x_out.dtype).view(x_out.shape).cos()
@@ -86,7 +87,7 @@ def test_another_iteration_changes_nothing(kind, solver, stop):
 
 
 def test_random_layers_converge():
-    """At least 99 of 100 at initial values, by a residual computed apart from the solver."""
+    """At least 99 of 100 untrained layers converge, by a residual that the test computes itself."""
     tol, settled, sizes = 1e-4, 0, torch.Generator().manual_seed(0)
     for number in range(100):
         n_inp, n_out, d_inp, d_out = torch.randint(2, 33, (4,), generator=sizes).tolist()
@@ -107,7 +108,7 @@ def test_random_layers_converge():
 
 
 def uneven() -> tuple[Tensor, Tensor]:
-    """Inputs of five samples that need different numbers of steps, and their input_mask."""
+    """Return inputs of five samples that need different numbers of steps, and their input_mask."""
     x_inp, input_mask, _ = inputs(batch=5, dtype=torch.float64)
     return x_inp * torch.arange(1, 6, dtype=torch.float64)[:, None, None], input_mask
 
@@ -115,7 +116,7 @@ def uneven() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", QUICK)
 @pytest.mark.filterwarnings("ignore:routing did not converge")
 def test_plain_steps_are_iterations(kind):
-    """A sample that took k steps has what n_iters = k + 1 gives, for the first starts from the flat prior."""
+    """A sample that took k steps equals n_iters = k + 1, since the first iteration is not counted."""
     x_inp, input_mask = uneven()
     layer = layer_of(kind, tol=1e-3, solver="iterate")
     x_out, convergence = layer(x_inp, input_mask), layer.convergence
@@ -130,7 +131,7 @@ def test_plain_steps_are_iterations(kind):
 @pytest.mark.parametrize("kind", QUICK)
 @pytest.mark.filterwarnings("ignore:routing did not converge")
 def test_samples_stop_by_themselves(kind, solver, tol, error):
-    """Alone they come to the same; Anderson's steps blow up the rounding of products of another batch."""
+    """A sample has the same result alone. Anderson steps magnify the rounding of other batch sizes."""
     x_inp, input_mask = uneven()
     layer = layer_of(kind, tol=tol, max_iters=100, solver=solver)
     whole, of_all = layer.route(x_inp, input_mask), layer.convergence
@@ -217,7 +218,7 @@ def test_the_implicit_gradient_of_the_fused_kernels(n_inp):
 
 
 def assert_as_unrolled(kind: str, n_inp: int | None, solver: str, tol: float, bound: float) -> None:
-    """Hold the gradients of a converged layer against those of many iterations of the reference."""
+    """Compare the gradients of a converged layer with the gradients of many iterations of the reference."""
     x_inp, input_mask, pair_mask = inputs(dtype=torch.float64)
     masks = {"input_mask": input_mask, "pair_mask": pair_mask}
     layer = layer_of(kind, n_inp, tol=tol, max_iters=500, solver=solver)
@@ -243,7 +244,7 @@ def test_the_implicit_gradient_in_single_precision():
 
 @pytest.mark.parametrize("kind", ["reference", "general"])
 def test_the_gradient_of_phi(kind):
-    """Through the state too, as unrolling has it."""
+    """The gradient of phi goes through the state too, and equals the unrolled gradient."""
     x_inp, _, _ = inputs(dtype=torch.float64)
     layer = layer_of(kind, tol=1e-12, max_iters=500)
     grads = []
@@ -255,7 +256,7 @@ def test_the_gradient_of_phi(kind):
 
 
 def stored(layer: nn.Module, x_inp: Tensor) -> int:
-    """Bytes that autograd keeps for the backward pass."""
+    """Return the number of bytes that autograd stores for the backward pass."""
     sizes = {}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: sizes.update({t.data_ptr(): t.nbytes}) or t, lambda t: t
@@ -297,7 +298,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.slow
 def test_the_peak_of_memory_does_not_grow_with_the_steps():
-    """Forward and backward, each in a process of its own, in kB; 200 iterations of the loop take 2 GB."""
+    """Measure peaks in kB, in a new process each. 200 unrolled iterations would take 2 GB."""
 
     def peak(n_iters: str) -> int:
         command = [sys.executable, "-c", PEAK, n_iters]
@@ -375,7 +376,7 @@ def test_the_trace_ends_where_routing_does(kind):
     layer = layer_of(kind, tol=1e-8)
     routed, steps = layer.route(x_inp, input_mask), int(layer.convergence.steps.max())
     trace = layer.trace(x_inp, input_mask)
-    # The first under the flat prior, those of the search, two for the gradient, and the last.
+    # One iteration from the flat prior, the steps of the search, two for the gradient, and the last one.
     assert len(trace) == 1 + steps + 3
     assert trace[0].x_hat is None
     torch.testing.assert_close(trace[-1].phi, routed.phi)
@@ -386,7 +387,7 @@ def test_the_trace_ends_where_routing_does(kind):
 
 
 def test_anderson_solves_linear_equations_in_as_many_steps_as_they_have_unknowns():
-    """x = M x + c with eigenvalues beyond 1 too, where plain iteration runs away."""
+    """Solve x = M x + c. Some eigenvalues exceed 1, so plain iteration would diverge."""
     M, c = torch.randn(3, 4, 4, dtype=torch.float64), torch.randn(3, 4, 1, dtype=torch.float64)
     x, found = solve(lambda x: M @ x + c, torch.zeros_like(c), vr.Converge(1e-9, 10, "anderson"), linear=True)
     torch.testing.assert_close(x, torch.linalg.solve(torch.eye(4, dtype=torch.float64) - M, c))
@@ -394,7 +395,7 @@ def test_anderson_solves_linear_equations_in_as_many_steps_as_they_have_unknowns
 
 
 def test_of_what_runs_away_the_best_is_kept():
-    """Residuals 1, 2, 4, ... of x = 2 x + 1 from 0, and 1, 1/2, ... of x = 1 + x / 2."""
+    """From 0, x = 2 x + 1 has residuals 1, 2, 4, ..., and x = 1 + x / 2 has residuals 1, 1/2, ..."""
     factor = torch.tensor([2.0, 0.5])[:, None, None]
     options = vr.Converge(1e-9, 5, "iterate", "absolute")
     x, found = solve(lambda x: factor * x + 1, torch.zeros(2, 1, 1), options)
@@ -423,7 +424,7 @@ def test_anderson_needs_fewer_steps_where_plain_iteration_is_slow():
 @pytest.mark.filterwarnings("ignore:routing did not converge")
 @pytest.mark.parametrize("scale", [8, 16])
 def test_anderson_falls_back_to_plain_iteration(scale):
-    """Where the loop settles it does too, in at most twice the steps: in some samples it fails at first."""
+    """Anderson converges where plain iteration does, in at most twice the steps, even after a failure."""
     torch.manual_seed(2)
     layer = vr.VectorRouting(n_inp=None, n_out=4, d_inp=8, d_out=8, dtype=torch.float64)
     x_inp = torch.randn(60, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
@@ -442,7 +443,7 @@ def test_anderson_falls_back_to_plain_iteration(scale):
 
 @pytest.mark.filterwarnings("ignore:routing did not converge")
 def test_anderson_goes_where_the_loop_goes():
-    """To the same fixed point, where the loop has one, though there are others: its first steps are plain."""
+    """Anderson finds the fixed point of plain iteration, not another one: its first steps are plain."""
     torch.manual_seed(1)
     compared, x_inp = 0, torch.randn(200, 5, 7, dtype=torch.float64)
     for n_out in (2, 3, 8):
@@ -458,7 +459,7 @@ def test_anderson_goes_where_the_loop_goes():
 
 
 def test_rounding_is_rest():
-    """In single precision no residual of 1e-9 can be asked for, and none is waited for."""
+    """Float32 cannot reach a residual of 1e-9, so the search stops at rounding errors."""
     layer = layer_of("chunked", tol=1e-9, dtype=torch.float32)
     x_inp, _, _ = inputs(batch=32)
     layer(x_inp)
@@ -482,7 +483,7 @@ def test_autocast_does_not_round_the_solver():
     assert found.steps.tolist() == plain.steps.tolist()
 
 
-# What does not converge
+# Samples that do not converge
 
 
 @pytest.mark.parametrize("solver", ["iterate", "anderson"])
@@ -500,7 +501,7 @@ def test_what_does_not_converge_is_told_and_finite(kind, solver):
         warnings.simplefilter("always")
         (grad,) = torch.autograd.grad(x_out.sin().sum(), x_inp)
     told = [str(warning.message) for warning in caught]
-    # Plain iteration blows up backward where it does not settle forward; Anderson's need not.
+    # If plain iteration does not converge forward, it diverges backward. Anderson need not.
     assert solver == "anderson" or "the gradient of the routing did not converge to tol=1e-08" in told[0]
     assert x_out.isfinite().all()
     assert grad.isfinite().all()
@@ -517,14 +518,14 @@ def test_the_warning_points_to_the_caller(kind):
 
 
 def test_the_warning_tells_the_least_residual():
-    """Of x = 2 x + 1 from 0 the residuals are 1, 2, 4: the first state is used."""
+    """From 0, x = 2 x + 1 has residuals 1, 2, 4, so the first state is used."""
     options = vr.Converge(1e-9, 3, "iterate", "absolute")
     with pytest.warns(UserWarning, match=r"the largest residual is 1\.0e\+00"):
         fixed_point(lambda x: 2 * x + 1, torch.zeros(1, 1, 1), options)
 
 
 def test_gradients_that_are_not_finite_pass():
-    """As they come from a loss that was scaled too far."""
+    """A loss that was scaled too much has such gradients."""
     x_inp, _, _ = inputs(dtype=torch.float64)
     layer = layer_of("chunked")
     with pytest.warns(UserWarning, match="the gradient of the routing did not converge .* in 1 of 2 samples"):
@@ -533,7 +534,7 @@ def test_gradients_that_are_not_finite_pass():
 
 
 class BrokenAtLast(nn.Module):
-    """A G that gives infinity when it is called for the fourth time."""
+    """A G that returns infinity in its fourth call."""
 
     def __init__(self):
         super().__init__()

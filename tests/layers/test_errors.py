@@ -1,4 +1,4 @@
-"""Mistakes of users: each error names the argument, what was expected, and what came."""
+"""Errors for wrong arguments: each names the argument, the expected value, and the given value."""
 
 import re
 
@@ -43,7 +43,7 @@ def raises(kind: type[Exception], message: str):
 VECTORS = pytest.mark.parametrize("make_layer", [vector, general], ids=["vector", "general"])
 VERBS = pytest.mark.parametrize("verb", ["__call__", "route", "trace"])
 
-# x_inp for a layer of five inputs of size 4, and what the message says came.
+# Wrong x_inp for a layer of five inputs of size 4, and the given value in the message.
 WRONG_FIXED = {
     "no dimension": (torch.randn(()), "[]"),
     "wrong rank": (torch.randn(4), "[4]"),
@@ -52,7 +52,7 @@ WRONG_FIXED = {
     "length 1": (torch.randn(2, 1, 4), "[2, 1, 4]"),
     "empty": (torch.randn(0, 4), "[0, 4]"),
 }
-# x_inp for a layer of any number of inputs of size 4, the error, and the message.
+# Wrong x_inp for a layer of any number of inputs of size 4, the error, and the message.
 EXPECTED = "[..., n_inp, d_inp=4]"
 TENSOR, DTYPE = f"a floating-point tensor {EXPECTED}, got", "have the dtype of the layer, torch.float32, got"
 WRONG_VARIABLE = {
@@ -121,7 +121,7 @@ def test_general_routing_without_parameters_takes_any_dtype():
     assert layer(x_inp()).dtype == torch.float32
 
 
-# input_mask and pair_mask for x_inp [2, 5, 4]: which, its value, and what the message says came.
+# Wrong masks for x_inp [2, 5, 4]: the name, the value, and the given value in the message.
 WRONG_MASKS = {
     "too short": ("input_mask", torch.ones(4).bool(), "[4]"),
     "length 1": ("input_mask", torch.ones(2, 1).bool(), "[2, 1]"),
@@ -274,47 +274,47 @@ def test_weights_that_do_not_fit():
 
 
 class TestWhatThePublicImplementationGetsWrong:
-    """Cases in which it fails, or gives another result without a word."""
+    """Cases in which the public implementation fails, or silently returns a wrong result."""
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_an_input_masked_for_every_output(self, kind):
-        """NaN in the whole output of that sample, there."""
+        """The public implementation returns NaN for the whole sample."""
         pair_mask = torch.ones(6, 5).bool()
         pair_mask[2] = False
         assert make(kind)(torch.randn(6, 7), pair_mask=pair_mask).isfinite().all()
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_padding_a_batch(self, kind):
-        """The scale uses the padded length, there."""
+        """The public implementation scales by the padded length."""
         layer, x = make(kind), torch.randn(6, 7)
         padded = torch.cat((x, torch.zeros(4, 7)))[None]
         torch.testing.assert_close(layer(padded, torch.arange(10) < 6)[0], layer(x), rtol=1e-5, atol=1e-6)
 
     def test_the_general_form_with_variable_length(self):
-        """NameError at construction, there."""
+        """The public implementation raises a NameError in its constructor."""
         assert general(n_inp=None)(x_inp(n_inp=9)).shape == (3, 2)
 
     @pytest.mark.parametrize("make_layer", [vector, general], ids=["vector", "general"])
     def test_details_of_one_iteration(self, make_layer):
-        """UnboundLocalError, there."""
+        """The public implementation raises an UnboundLocalError."""
         layer = make_layer(n_iters=1)
         assert len(layer.trace(x_inp())) == 1
         assert layer.route(x_inp()).phi.shape == (5, 3)
 
     @pytest.mark.parametrize("make_layer", [vector, general, matrix], ids=["vector", "general", "matrix"])
     def test_no_iteration(self, make_layer):
-        """UnboundLocalError with no clear message, there."""
+        """The public implementation raises an UnboundLocalError that does not name n_iters."""
         with raises(ValueError, "n_iters must be a positive int, got 0"):
             make_layer(n_iters=0)
 
     @VECTORS
     def test_an_empty_sequence(self, make_layer):
-        """ZeroDivisionError, there."""
+        """The public implementation raises a ZeroDivisionError."""
         with raises(ValueError, f"x_inp must be {EXPECTED} with at least one vector, got [0, 4]"):
             make_layer()(x_inp(n_inp=0))
 
     @VECTORS
     def test_a_sequence_of_length_1_given_to_a_layer_of_5(self, make_layer):
-        """Silently broadcast, there."""
+        """The public implementation silently broadcasts the vector."""
         with raises(ValueError, "x_inp must be [..., n_inp=5, d_inp=4], got [1, 4]"):
             make_layer(5)(x_inp(n_inp=1))

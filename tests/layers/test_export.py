@@ -20,24 +20,36 @@ INDUCTOR = [
         not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler"
     ),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.slow,
 ]
-# Inductor takes its time: by default only what users get by default.
+# "auto" exports as "reference". The two general kinds and the two matrix kinds differ in one operator each.
+DEFAULT_KINDS = ("auto", "general", "matrix")
+BOTH_MASKS = ["input_mask", "pair_mask"]
+MASKS = ([], ["input_mask"], ["pair_mask"], BOTH_MASKS)
+
+
+def case(*values: object, slow: bool):
+    """Return one parametrized case, named after its values."""
+    names = [" and ".join(value) or "no mask" if isinstance(value, list) else str(value) for value in values]
+    return pytest.param(*values, id="-".join(names), marks=[pytest.mark.slow] if slow else [])
+
+
+# Each graph takes seconds to build. The default run has every kind of layer and every kind of mask, and the
+# slow tests have all their combinations.
 BACKENDS = [
-    *(pytest.param("aot_eager", kind) for kind in KINDS),
-    *(
-        pytest.param("inductor", kind, marks=INDUCTOR if kind == "auto" else [*INDUCTOR, pytest.mark.slow])
-        for kind in KINDS
-    ),
+    *(case("aot_eager", kind, slow=kind not in DEFAULT_KINDS) for kind in KINDS),
+    *(pytest.param("inductor", kind, marks=INDUCTOR) for kind in KINDS),
 ]
-MASKS = [
-    pytest.param(masks, id=" and ".join(masks) or "no mask")
-    for masks in ([], ["input_mask"], ["pair_mask"], ["input_mask", "pair_mask"])
+EXPORTS = [
+    case(kind, masks, slow=kind not in DEFAULT_KINDS or (masks != BOTH_MASKS and kind != "auto"))
+    for kind in KINDS
+    for masks in MASKS
 ]
 
 
 @pytest.fixture(autouse=True)
 def no_graphs_from_before(tmp_path):
-    """Inductor keeps graphs on disk, by the names of their operators: it would find those of older code."""
+    """Start without the graphs of earlier tests. Inductor caches them on disk by the names of operators."""
     torch.compiler.reset()
     with fresh_cache(dir=tmp_path):
         yield
@@ -60,7 +72,7 @@ def test_compile_in_one_graph_for_every_length(backend, kind):
         torch.testing.assert_close(
             gradients(layer, got, x_inp), gradients(layer, expected, x_inp), rtol=1e-9, atol=1e-9
         )
-    # Once for the first length, once for all others.
+    # One graph for the first length, and one for all others.
     assert counter.frame_count == 2
 
 
@@ -85,7 +97,7 @@ def test_compile_under_autocast(kind):
 
 
 class Everything(nn.Module):
-    """All that a layer returns, as a flat tuple: what an exported graph has as outputs."""
+    """Return everything that a layer returns as a flat tuple, the outputs of an exported graph."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -101,7 +113,7 @@ class Everything(nn.Module):
 
 
 def arguments(batch: int, n_inp: int, masks: list[str]) -> dict[str, Tensor]:
-    """x_inp and the named masks; the last sample of a masked batch has no input left, and NaN in it."""
+    """Return x_inp and the named masks. If there are masks, the last sample is unused and contains NaN."""
     x_inp, input_mask, pair_mask = inputs(batch, n_inp)
     if masks:
         input_mask[-1], pair_mask[-1] = False, False
@@ -111,7 +123,7 @@ def arguments(batch: int, n_inp: int, masks: list[str]) -> dict[str, Tensor]:
 
 
 def example_of(n_inp: int | None, masks: list[str]) -> dict:
-    """Arguments of both exporters: any batch, and any length if it is variable."""
+    """Return the arguments of both exporters, with dynamic batch and, unless n_inp is given, length."""
     dynamic = {0: Dim("batch", min=1), **({} if n_inp else {1: Dim("n_inp", min=1)})}
     example = arguments(2, 11, masks)
     return {"args": (), "kwargs": example, "dynamic_shapes": dict.fromkeys(example, dynamic)}
@@ -123,8 +135,7 @@ def assert_all_same(got: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
         torch.testing.assert_close(value, expected_value.detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "masks"), EXPORTS)
 def test_torch_export_for_every_batch_and_length(kind, masks):
     module, file = Everything(make(kind)), io.BytesIO()
     torch.export.save(torch.export.export(module, **example_of(None, masks)), file)
@@ -135,29 +146,30 @@ def test_torch_export_for_every_batch_and_length(kind, masks):
         assert_all_same([t.detach() for t in loaded(**example)], module(**example))
 
 
-# From inside the exporter, about its own doings.
+# Warnings of the exporter about its own code.
 @pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:# The axis name. .* will not be used:UserWarning:torch.onnx")
 class TestOnnx:
-    @pytest.mark.parametrize("masks", MASKS)
+    # The test of low scores has the input mask alone.
+    @pytest.mark.parametrize("masks", [case(masks, slow=masks == ["input_mask"]) for masks in MASKS])
     def test_every_mask(self, masks, tmp_path):
         self.check(make("auto"), masks, tmp_path)
 
-    @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "auto"])
+    @pytest.mark.parametrize("kind", [case(k, slow=k not in DEFAULT_KINDS) for k in KINDS if k != "auto"])
     def test_every_layer(self, kind, tmp_path):
-        self.check(make(kind), ["input_mask", "pair_mask"], tmp_path)
+        self.check(make(kind), BOTH_MASKS, tmp_path)
 
     def test_a_fixed_length(self, tmp_path):
-        self.check(make("auto", 11), ["input_mask", "pair_mask"], tmp_path, n_inp=11)
+        self.check(make("auto", 11), BOTH_MASKS, tmp_path, n_inp=11)
 
-    @pytest.mark.parametrize("kind", ["auto", "general"])
+    @pytest.mark.parametrize("kind", [case("auto", slow=False), case("general", slow=True)])
     def test_scores_so_low_that_every_logistic_underflows(self, kind, tmp_path):
         layer = make(kind)
         nn.init.constant_(layer.B_S if kind == "auto" else layer.S.B_S, -300.0)
         self.check(layer, ["input_mask"], tmp_path)
 
     def check(self, layer: nn.Module, masks: list[str], tmp_path, n_inp: int | None = None) -> None:
-        """Hold onnxruntime against PyTorch for several batches and, if it is variable, lengths."""
+        """Compare onnxruntime with PyTorch for several batches and, unless n_inp is given, lengths."""
         module = Everything(layer)
         program = torch.onnx.export(module, **example_of(n_inp, masks), dynamo=True, verbose=False)
         program.save(tmp_path / "layer.onnx")

@@ -1,4 +1,4 @@
-"""GeneralRouting: Algorithm 1, and that it is Algorithm 2 if built of the same networks."""
+"""GeneralRouting: Algorithm 1, and its equality with Algorithm 2 if it has the same networks."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SIZES = {"n_out": N_OUT, "d_inp": D_INP}
 
 
 def general(n_inp: int | None = N_INP, **options) -> vr.GeneralRouting:
-    """A routing of small networks, any of which may be given."""
+    """Build a routing with small networks. Arguments replace them."""
     defaults = {
         "A": nn.Linear(D_INP, 1),
         "F": networks.EfficientVotes(**SIZES, d_out=D_OUT),
@@ -24,7 +24,7 @@ def general(n_inp: int | None = N_INP, **options) -> vr.GeneralRouting:
 
 
 def like(vector: vr.VectorRouting) -> vr.GeneralRouting:
-    """Algorithm 1 with the networks and the parameters of an Algorithm 2."""
+    """Return Algorithm 1 with the networks and parameters of a layer of Algorithm 2."""
     sizes = {"n_out": vector.n_out, "d_inp": vector.d_inp}
     layer = vr.GeneralRouting(
         A=networks.LinearActivation(n_inp=vector.n_inp, d_inp=vector.d_inp),
@@ -54,7 +54,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize("n_inp", [N_INP, None], ids=["fixed", "variable"])
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_algorithm_1_is_algorithm_2(batch, n_inp, n_iters, masked):
-    """Of the same networks, with masks and without: outputs, phi, every iteration, every gradient."""
+    """With the same networks, outputs, phi, every iteration and every gradient agree."""
     vector = vr.VectorRouting(
         n_inp=n_inp, **SIZES, d_out=D_OUT, n_iters=n_iters, normalize=False, dtype=torch.float64
     )
@@ -98,10 +98,10 @@ def test_lengths_vary():
 
 
 def test_competition_over_inputs():
-    """R sums to 1 over the inputs of each output, flat at first."""
+    """R sums to 1 over the inputs of each output, and is flat in the first iteration."""
     layer = general(compete_over="inputs", n_iters=3)
     use = torch.rand(2, N_INP, N_OUT) < 0.7
-    use[0, :, 3] = False  # an output with no input left
+    use[0, :, 3] = False  # an output without inputs
     first, *others = layer.trace(x_inp(2), pair_mask=use)
     some_left = use.any(-2)
     assert_same(first.R, use / use.sum(-2, keepdim=True).clamp(min=1).double())
@@ -146,7 +146,7 @@ def test_betas_that_are_numbers():
 
 
 def test_betas_that_are_computed():
-    """By a function or by a module, whose parameters are then the layer's."""
+    """Betas may come from a function or a module. The layer then owns the module's parameters."""
     module = nn.Linear(D_INP, N_OUT)
     layer, x = general(n_inp=None, beta_use=module, beta_ign=lambda x: x[..., :N_OUT].exp()), x_inp(2)
     last = layer.trace(x)[-1]
@@ -209,7 +209,7 @@ def test_networks_that_ask_for_the_mask_are_given_it():
 
 
 def test_networks_that_do_not_like_zeros():
-    """Unused inputs reach the networks as zeros; what these make of them is not used."""
+    """Unused inputs reach the networks as zeros, and the results for them are ignored, even NaN."""
     layer = general(
         A=lambda x: 1 / x.square().sum(-1).sqrt() - 1 / x[..., 0].square(),  # NaN at 0
         F=lambda x: (1 / x)[..., None, :].expand(*x.shape[:-1], N_OUT, D_INP),

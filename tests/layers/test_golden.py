@@ -1,4 +1,4 @@
-"""Every number of the golden files: runs of the public implementation, in float64."""
+"""The layers reproduce every number of the golden files: float64 runs of the public implementation."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ FILES = sorted((TESTS / "golden").glob("*.npz"))
 
 
 def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """The configuration and the tensors of one file."""
+    """Return the configuration and the tensors of one file."""
     with np.load(path, allow_pickle=False) as arrays:
         config = json.loads(bytes(arrays["config"]))
         return config, {name: torch.from_numpy(arrays[name]) for name in arrays if name != "config"}
@@ -30,7 +30,7 @@ def files(kind: str) -> list:
 
 
 def assert_same(name: str, got: Tensor, golden: Tensor) -> None:
-    """Within 1e-10 of each element; 1e-13 of the greatest, or 1e-14, where an element is tiny or 0."""
+    """Compare to a relative error of 1e-10, plus 1e-13 of the greatest element, plus 1e-14."""
     assert got.shape == golden.shape, name
     limit = 1e-10 * golden.abs() + 1e-13 * golden.abs().max() + 1e-14
     worst = ((got - golden).abs() - limit).max().item()
@@ -38,7 +38,7 @@ def assert_same(name: str, got: Tensor, golden: Tensor) -> None:
 
 
 def assert_same_gradients(layer: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Hold the gradient of every parameter against the file; no gradient there means none or 0 here."""
+    """Compare every gradient with the file. If the file has none, ours must be None or 0."""
     grads = {}
     for name, golden in named(tensors, "grad.").items():
         kind, _, what = name.removeprefix("compute_beta_").partition(".")
@@ -130,7 +130,7 @@ def test_matrix(path):
 
 @pytest.mark.parametrize("path", files("efficient"))
 def test_in_float32_the_prior_of_the_public_code_is_ours(path):
-    """It keeps 1 / n_out in float32 whatever the dtype, which shows in float64 alone."""
+    """The public code stores 1 / n_out in float32 for every dtype. Only float64 shows the difference."""
     config, tensors = read(path)
     theirs, ours = vector_layer(config, torch.float32), vector_layer(config, torch.float32)
     vr.load_reference_state_dict(theirs, named(tensors, "param."))

@@ -1,4 +1,4 @@
-"""On a GPU, captured in a CUDA graph or compiled, a layer gives the same numbers as called plainly."""
+"""On a GPU, a layer gives the same numbers in a CUDA graph, compiled, and eager."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from vecroute.ops import autograd
 SHAPES = [  # n_inp, the shape of x_inp, rows of a chunk (None for the batch path)
     (None, (3, 700, 64), None),
     (None, (3, 700, 64), 0),
-    (None, (3, 700, 64), 128),  # the same memory again, chunk after chunk
-    (None, (900, 256), 0),  # pairs wait
+    (None, (3, 700, 64), 128),  # chunks reuse the same memory
+    (None, (900, 256), 0),  # the backward stores pairs in the rows of grad_x
     (500, (2, 500, 64), None),
     (500, (2, 500, 64), 0),
     (500, (500, 64), 128),
@@ -24,19 +24,19 @@ def make(n_inp: int | None, shape: tuple[int, ...], rows: int | None) -> vr.Vect
 
 
 def gradients(layer: vr.VectorRouting, function, shape: tuple[int, ...]) -> list[torch.Tensor]:
-    """Of the same four inputs, one after another, by a function of the layer: x_out and every gradient."""
+    """Call a function of the layer on the same four inputs, and return each x_out and every gradient."""
     torch.manual_seed(1)
     found = []
     for _ in range(4):
         x_inp = torch.randn(shape, requires_grad=True)
         x_out = function(x_inp)  # [..., j, h]
         grads = torch.autograd.grad(x_out, [x_inp, *layer.parameters()], torch.randn(x_out.shape))
-        found += [t.detach().clone() for t in (x_out, *grads)]  # a graph uses their memory again
+        found += [t.detach().clone() for t in (x_out, *grads)]  # a CUDA graph reuses their memory
     return found
 
 
 def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """To the digits of tf32; but for single numbers, that of B_A, which are what is left of a long sum."""
+    """Compare to the digits of tf32, except single numbers (grad B_A), where a long sum cancels."""
     for each, other in ((a, b) for a, b in zip(got, expected, strict=True) if b.numel() > 1):
         torch.testing.assert_close(each, other, rtol=2e-3, atol=2e-3 * float(other.abs().max()))
 

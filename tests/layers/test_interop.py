@@ -1,4 +1,4 @@
-"""The layers do what PyTorch's users do with layers: copy, save, cast, transform, checkpoint, autocast."""
+"""The layers support the usual operations of PyTorch: copy, save, cast, transform, checkpoint, autocast."""
 
 import copy
 import io
@@ -23,12 +23,12 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 
 
 def loss_of(x_out: Tensor) -> Tensor:
-    """The sum of cubes; that of squares is the same for every normalised x_out."""
+    """Return the sum of cubes. (The sum of squares is constant for a normalised x_out.)"""
     return x_out.pow(3).sum()
 
 
 def gradients(layer: nn.Module, x_out: Tensor) -> list[Tensor]:
-    """The gradients of ``loss_of`` with respect to every parameter."""
+    """Return the gradients of ``loss_of`` for every parameter."""
     return list(torch.autograd.grad(loss_of(x_out), list(layer.parameters()), materialize_grads=True))
 
 
@@ -176,7 +176,7 @@ def test_autocast_is_near_float64_forward_and_backward(kind, dtype):
     truth = exact(x_inp.double(), *masks)
     with torch.autocast("cpu", dtype=dtype):
         x_out = layer(x_inp, *masks)
-    # On a CPU the streamed loop keeps float32 where float16 would gain nothing.
+    # On a CPU the streamed loop computes float16 in float32, because rounding would save nothing.
     exempt = kind == "auto" and dtype == torch.float16
     assert exempt or not torch.equal(x_out.float(), layer(x_inp, *masks))
     assert (x_out.double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm()
@@ -204,7 +204,7 @@ class TestAutocastKeepsFloat32:
         layer.normalize = False
         nn.init.zeros_(layer.W_F2)  # what is left is x_out_jh = B_F2_jh sum_i phi_ij
         with torch.autocast("cpu", dtype=dtype):
-            # Equal inputs: in half precision the sum would stand still after a few hundred of them.
+            # With equal inputs, a sum in half precision would stop growing after a few hundred terms.
             x_out, phi = layer.route(torch.randn(1, D_INP).expand(5000, -1))
         s = phi.double().sum(0)  # [j]
         torch.testing.assert_close(x_out.double(), s[:, None] * layer.B_F2.double(), rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""The layers: gradients, sizes, scales, initial values, and what they say of themselves."""
+"""The layers: gradients, sizes, scales, initial values, and their repr."""
 
 import math
 
@@ -19,7 +19,7 @@ SIZES = {"n_out": 4, "d_inp": 6, "d_out": 5}
 
 
 def check_gradients(layer: nn.Module, *args: Tensor | None, verb: str = "forward", fast: bool = True) -> None:
-    """Hold the gradients of the first argument and of every parameter against finite differences."""
+    """Compare the gradients of the first argument and every parameter with finite differences."""
     names = [name for name, _ in layer.named_parameters()]
     values = [value.detach().clone().requires_grad_() for value in layer.parameters()]
 
@@ -39,7 +39,7 @@ def check_gradients(layer: nn.Module, *args: Tensor | None, verb: str = "forward
 
 
 def masked_inputs(masked: bool, n_inp: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """float64 inputs; the masks turn off an input, a row of pairs, and a whole sample."""
+    """Return float64 inputs, and masks that exclude an input, a row of pairs, and a whole sample."""
     x_inp, input_mask, pair_mask = inputs(batch=3, n_inp=n_inp, dtype=torch.float64)
     input_mask[0, 1], input_mask[2], pair_mask[1, 2] = False, False, False
     return (x_inp, input_mask, pair_mask) if masked else (x_inp, None, None)
@@ -86,7 +86,7 @@ def test_gradients_of_other_vector_layers(implementation, options):
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 3, 2), (2, 1, 3), (2, 17, 1), (13, 5, 7)], ids=str)
 @LENGTH
 def test_sizes(fixed, sizes, n_inp, implementation):
-    """Odd ones, and one of everything: shapes, and no NaN forward or backward."""
+    """For odd sizes and sizes of 1, shapes are right, and there is no NaN forward or backward."""
     n_out, d_inp, d_out = sizes
     layer = vr.VectorRouting(
         n_inp=n_inp if fixed else None, n_out=n_out, d_inp=d_inp, d_out=d_out, implementation=implementation
@@ -100,7 +100,7 @@ def test_sizes(fixed, sizes, n_inp, implementation):
 @pytest.mark.parametrize("batch", [(), (1,), (2, 3), (0,), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_dimensions(kind, batch):
-    """Any number of them; each sample is routed as it would be alone."""
+    """With any number of batch dimensions, each sample has the same result as alone."""
     layer = make(kind)
     x_inp = torch.randn(*batch, 5, 7)
     x_out = layer(x_inp)
@@ -123,7 +123,7 @@ SCALES += [(dtype, scale) for dtype in (torch.bfloat16, torch.float16) for scale
 @pytest.mark.parametrize("implementation", ON_CPU)
 @LENGTH
 def test_scales(fixed, implementation, dtype, scale):
-    """Outputs, phi and every gradient are finite."""
+    """For very small and very large inputs, outputs, phi and every gradient are finite."""
     wide = {"n_out": 16, "d_inp": 64, "d_out": 64}
     for n_inp, sizes in ((9, SIZES), (1, wide), (200, wide)):
         for n_iters in (1, 2, 5):
@@ -142,7 +142,7 @@ def test_scales(fixed, implementation, dtype, scale):
 
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_many_inputs_in_float16(implementation):
-    """Sums over inputs that float16 could not hold."""
+    """Sums over inputs may exceed the range of float16."""
     layer = vr.VectorRouting(n_inp=None, **SIZES, implementation=implementation, dtype=torch.float16)
     x_inp = 100 * torch.randn(5000, 6).half()
     assert layer.trace(x_inp)[0].x_out.abs().max() > torch.finfo(torch.float16).max
@@ -172,7 +172,7 @@ def test_scales_of_matrices(p_model, scale):
 @pytest.mark.parametrize("implementation", ON_CPU)
 @MASKED
 def test_scores_so_negative_that_every_f_underflows(masked, implementation, dtype):
-    """R is still the ratio of the f(z): f(z_1) / f(z_2) = exp(z_1 - z_2) there."""
+    """R is still the ratio of the f(z), which is f(z_1) / f(z_2) = exp(z_1 - z_2) for such z."""
     layer = vr.VectorRouting(n_inp=3, **SIZES, implementation=implementation, dtype=dtype)
     below = torch.tensor([0.0, -1.0, -2.0, -300.0], dtype=dtype)
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_scores_so_negative_that_every_f_underflows(masked, implementation, dtyp
 
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_one_score_very_negative(implementation):
-    """z up to 1e30 either way, which is more than the scores of any finite layer."""
+    """Test z up to 1e30 and down to -1e30, beyond the scores of any finite layer."""
     layer = vr.VectorRouting(n_inp=4, **SIZES, implementation=implementation)
     with torch.no_grad():
         layer.B_S.copy_(torch.tensor([1e30, -1e30, 0.0, -1e10]))
@@ -201,7 +201,7 @@ def test_one_score_very_negative(implementation):
 
 
 def test_initial_values():
-    """As the authors chose them."""
+    """Initial values have the distributions that the authors chose."""
     layer = vr.VectorRouting(n_inp=300, n_out=200, d_inp=400, d_out=100)
     for name, std in {
         "W_A": 2 / math.sqrt(400),

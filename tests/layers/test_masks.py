@@ -1,4 +1,4 @@
-"""Masks: what they mean, that padding changes nothing, and that unused inputs have no influence at all."""
+"""Masks: their definition, that padding changes nothing, and that unused inputs have no influence."""
 
 import copy
 import itertools
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
 @st.composite
 def problems(draw, dtypes=(torch.float32, torch.float64), most: int = 9) -> Problem:
-    """Layers of every kind and size, with inputs that are garbage where they are masked."""
+    """Draw layers of every kind and size, with garbage in masked inputs."""
     n_inp, n_out = draw(st.integers(1, most)), draw(st.integers(1, 6))
     d_inp, d_out = draw(st.integers(1, 7)), draw(st.integers(1, 6))
     batch, dtype = draw(st.sampled_from([(), (1,), (3,), (2, 3)])), draw(st.sampled_from(dtypes))
@@ -59,7 +59,7 @@ def problems(draw, dtypes=(torch.float32, torch.float64), most: int = 9) -> Prob
 
 
 def of_rows(layer: vr.VectorRouting, rows: Tensor) -> vr.VectorRouting:
-    """The layer for these inputs alone: for a fixed length, with their rows of the parameters."""
+    """Return the layer for these inputs only. With fixed length it has their rows of the parameters."""
     if layer.n_inp is None:
         return layer
     layer = copy.deepcopy(layer)
@@ -70,7 +70,7 @@ def of_rows(layer: vr.VectorRouting, rows: Tensor) -> vr.VectorRouting:
 
 
 def assert_near(name: str, got: vr.Routed, expected: vr.Routed, noise: Callable[[], vr.Routed]) -> None:
-    """To 1e-6 in float32 and 1e-12 in float64, relative to what is greatest, or nearly to the noise."""
+    """Compare to 1e-6 in float32 and 1e-12 in float64, relative to the greatest element, or to the noise."""
     for quantity, a, b in zip(vr.Routed._fields, got, expected, strict=True):
         limit = {torch.float32: 1e-6, torch.float64: 1e-12}[b.dtype] * max(1.0, greatest(b))
         error = greatest(a - b)
@@ -80,10 +80,10 @@ def assert_near(name: str, got: vr.Routed, expected: vr.Routed, noise: Callable[
 
 
 def noise(layer: vr.VectorRouting, x_inp: Tensor, *masks: Tensor | None) -> vr.Routed:
-    """How much x_out and phi move if x_inp and the parameters move by a unit in the last place of float32.
+    """Return how much x_out and phi change if x_inp and parameters change in the last place of float32.
 
-    Dividing by the standard deviation of a nearly constant vector, or summing terms that cancel, enlarges
-    rounding: no float32 result is nearer to another than this.
+    Dividing by the standard deviation of a nearly constant vector, or summing terms that cancel, magnifies
+    rounding errors. Two float32 results cannot be expected to agree better than this.
     """
     if x_inp.dtype == torch.float64:
         return vr.Routed(0.0, 0.0)
@@ -140,7 +140,7 @@ def test_padded_is_alone_is_permuted_thoroughly(problem):
 
 
 def naive(problem: Problem) -> vr.Routed:
-    """Algorithm 2 on one sample by loops over i and j, the masks as they are defined: x_out and phi."""
+    """Compute x_out and phi of one sample by loops over i and j, with masks exactly as defined."""
     layer, x_inp, input_mask, pair_mask = problem
     n_out, p = layer.n_out, dict(layer.named_parameters())
     used = [i for i in range(len(x_inp)) if input_mask[i]]
@@ -198,7 +198,7 @@ def test_masks_mean_what_they_are_defined_to_mean_thoroughly(problem):
 
 
 def both_masks(n_inp: int = 11) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs, masks that turn off an input of each sample and a row of pairs, and which inputs are left."""
+    """Return inputs, masks that exclude an input of each sample and a row of pairs, and the used inputs."""
     x_inp, input_mask, pair_mask = inputs(n_inp=n_inp)
     input_mask[:, 4], pair_mask[0, 2], pair_mask[:, :2] = False, False, True
     used = input_mask & pair_mask.any(-1)  # [b, i]
@@ -208,7 +208,7 @@ def both_masks(n_inp: int = 11) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def run(layer: torch.nn.Module, x_inp: Tensor, *masks: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-    """What a layer gives, and the gradients of its inputs and parameters."""
+    """Return the outputs of a layer, and the gradients of its inputs and parameters."""
     x_inp = x_inp.clone().requires_grad_()
     x_out = layer(x_inp, *masks)
     grads = torch.autograd.grad(x_out, [x_inp, *layer.parameters()], upstream(x_out))
@@ -219,7 +219,7 @@ def run(layer: torch.nn.Module, x_inp: Tensor, *masks: Tensor | None) -> tuple[T
 @pytest.mark.parametrize("n_inp", [11, None], ids=["fixed", "variable"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unused_inputs_have_no_influence(kind, n_inp, garbage):
-    """Forward and backward, bit for bit, whatever they contain."""
+    """Outputs and gradients are identical bit by bit, whatever the unused inputs contain."""
     x_inp, input_mask, pair_mask, used = both_masks()
     layer = make(kind, n_inp)
     x_inp[~used] = 0.5
@@ -239,7 +239,7 @@ def test_unused_inputs_have_no_influence(kind, n_inp, garbage):
 @pytest.mark.parametrize("n_inp", [11, None], ids=["fixed", "variable"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sample_with_no_input_left(kind, n_inp):
-    """Finite everywhere; the other samples are as they were."""
+    """All results are finite, and the other samples do not change."""
     x_inp, input_mask, pair_mask, _ = both_masks()
     layer = make(kind, n_inp)
     expected, _ = run(layer, x_inp, input_mask, pair_mask)
@@ -259,7 +259,7 @@ def test_a_sample_with_no_input_left(kind, n_inp):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_nan_on_the_way_back(kind):
-    """Not even where another zero would have covered it."""
+    """No intermediate gradient is NaN, even if a later zero would hide it."""
     x_inp, input_mask, pair_mask, _ = both_masks()
     input_mask[1] = False
     with torch.autograd.set_detect_anomaly(True):
@@ -269,7 +269,7 @@ def test_no_nan_on_the_way_back(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_n_inp_counts_the_input_mask_alone(kind):
-    """A pair mask that turns an input off does not change the number under the square root."""
+    """A pair mask that excludes an input does not change the n_inp in sqrt(n_inp)."""
     x_inp = torch.randn(6, 7)
     input_mask, pair_mask = torch.ones(6).bool(), torch.ones(6, N_OUT).bool()
     input_mask[5], pair_mask[5] = False, False
@@ -314,7 +314,7 @@ def test_integers_are_booleans():
 
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_gradients_of_a_padded_batch_are_those_of_its_samples(implementation):
-    """x_inp by x_inp, and summed for the parameters."""
+    """Gradients of x_inp agree sample by sample, and gradients of parameters are sums over samples."""
     layer = vr.VectorRouting(n_inp=None, n_out=4, d_inp=6, d_out=5, implementation=implementation).double()
     x_inp, lengths = torch.randn(3, 9, 6, dtype=torch.float64), [9, 1, 4]
     input_mask = torch.arange(9) < torch.tensor(lengths)[:, None]  # [b, i]

@@ -18,7 +18,7 @@ P_MODELS = pytest.mark.parametrize("p_model", ["gaussian", "skm"])
 
 
 def matrix_layer(n_inp: int | None = N_INP, **options) -> vr.MatrixRouting:
-    """A layer with every parameter random."""
+    """Build a layer with random parameters."""
     layer = vr.MatrixRouting(n_inp=n_inp, **(SIZES | options)).double()
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -37,7 +37,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 @P_MODELS
 @pytest.mark.parametrize("n_inp", [N_INP, None], ids=["fixed", "variable"])
 def test_formulas(n_inp, p_model):
-    """Every iteration against the definition: votes, shares, mixtures, and their probabilities."""
+    """Compare every iteration with the definition: votes, shares, mixtures, and their probabilities."""
     layer = matrix_layer(n_inp, p_model=p_model, n_iters=4)
     a_inp, mu_inp = matrices(2)
     V = torch.einsum("ijdh,bicd->bijch", layer.W.expand(N_INP, -1, -1, -1), mu_inp) + layer.B
@@ -72,7 +72,7 @@ def test_the_probability_models_differ():
 
 
 def of_rows(layer: vr.MatrixRouting, rows: Tensor) -> vr.MatrixRouting:
-    """The layer for these inputs alone: for a fixed length, with their rows of the parameters."""
+    """Return the layer for these inputs only. With fixed length it has their rows of the parameters."""
     if layer.n_inp is None:
         return layer
     options = {"p_model": layer.p_model, "single_beta": layer.single_beta, "n_iters": layer.n_iters}
@@ -82,7 +82,7 @@ def of_rows(layer: vr.MatrixRouting, rows: Tensor) -> vr.MatrixRouting:
 
 
 def check_padding(data: st.DataObject) -> None:
-    """Padded == alone == permuted, whatever the unused inputs contain."""
+    """Check that padded, alone and permuted samples agree, whatever the unused inputs contain."""
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     n_inp, n_out = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 5))
     layer = matrix_layer(
@@ -132,7 +132,7 @@ def test_masked_pairs_leave_the_competition():
 
 
 def test_single_beta():
-    """beta_ign is beta_use: one parameter, with the gradient of both."""
+    """beta_ign and beta_use are one parameter, with the sum of both gradients."""
     one, two = matrix_layer(single_beta=True), matrix_layer()
     assert {name for name, _ in one.named_parameters()} == {"W", "B", "beta_use"}
     assert one.beta_ign is one.beta_use
@@ -146,7 +146,7 @@ def test_single_beta():
 
 
 def test_weights_of_the_public_module_with_a_single_beta():
-    """It may keep one beta or both."""
+    """The public module may store one beta or both."""
     layer, source = matrix_layer(single_beta=True), matrix_layer(single_beta=True)
     both = source.state_dict()
     for state_dict in (both, {name: value for name, value in both.items() if name != "beta_ign"}):
@@ -159,7 +159,7 @@ def test_weights_of_the_public_module_with_a_single_beta():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @P_MODELS
 def test_half_precision_is_summed_in_float32(p_model, dtype):
-    """Where sums in float16 would overflow."""
+    """Sums that would overflow in float16 are finite."""
     layer = matrix_layer(p_model=p_model).to(dtype)
     a_inp, mu_inp = matrices(2)
     a_inp, mu_inp = a_inp.to(dtype), (100 * mu_inp).to(dtype).requires_grad_()
@@ -173,7 +173,7 @@ def test_half_precision_is_summed_in_float32(p_model, dtype):
 
 @P_MODELS
 def test_autocast(p_model):
-    """The votes in bfloat16, everything else in float32, and the dtype of the inputs at the end."""
+    """Votes are bfloat16, everything else is float32, and the result has the dtype of the inputs."""
     layer = matrix_layer(p_model=p_model).float()
     a_inp, mu_inp = (tensor.float() for tensor in matrices(2))
     with torch.autocast("cpu", torch.bfloat16):

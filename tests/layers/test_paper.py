@@ -1,4 +1,4 @@
-"""What the paper says of the algorithm, checked: sections 2 to 4, Appendices B and C."""
+"""Statements of the paper about the algorithm: sections 2 to 4, Appendices B and C."""
 
 import math
 from itertools import pairwise
@@ -16,13 +16,13 @@ SIZES = {"n_out": N_OUT, "d_inp": D_INP, "d_out": D_OUT}
 
 
 def vector_layer(n_inp: int | None = N_INP, n_iters: int = 4) -> vr.VectorRouting:
-    """Algorithm 2 with every parameter random, the biases too."""
+    """Build Algorithm 2 with random parameters, including biases."""
     layer = vr.VectorRouting(n_inp=n_inp, **SIZES, n_iters=n_iters, normalize=False, dtype=torch.float64)
     return randomize(layer)
 
 
 def general_layer(n_inp: int | None = N_INP, n_iters: int = 4) -> vr.GeneralRouting:
-    """Algorithm 1 with networks unlike those of Algorithm 2."""
+    """Build Algorithm 1 with other networks than Algorithm 2 has."""
     layer = vr.GeneralRouting(
         A=vr.networks.MLP(d_inp=D_INP, d_hid=3, d_out=1),
         F=vr.networks.EfficientVotes(**SIZES),
@@ -48,14 +48,14 @@ def inputs() -> Tensor:
 
 
 def masks() -> dict[str, Tensor]:
-    """Both masks, with an input, a row of pairs and some pairs off."""
+    """Return both masks. They exclude an input, a row of pairs and some pairs."""
     input_mask, pair_mask = torch.ones(2, N_INP).bool(), torch.rand(2, N_INP, N_OUT) < 0.7
     input_mask[0, 3], pair_mask[1, 2] = False, False
     return {"input_mask": input_mask, "pair_mask": pair_mask}
 
 
 def votes(layer: vr.VectorRouting, x_inp: Tensor) -> Tensor:
-    """V = F_2(F_1(x_inp)) of section 4, all of them, [..., i, j, h]."""
+    """Return all votes V = F_2(F_1(x_inp)) of section 4, [..., i, j, h]."""
     F_1 = x_inp[..., :, None, :] * layer.W_F1 / math.sqrt(x_inp.shape[-2])  # [..., i, j, d]
     return torch.einsum("dh,...ijd->...ijh", layer.W_F2, F_1) + layer.B_F2
 
@@ -92,7 +92,7 @@ def test_every_bit_is_used_or_ignored(make, n_inp):
 
 @LAYERS
 def test_under_masks_every_bit_left_is_used_or_ignored(make, n_inp):
-    """The same over the pairs left to the competition; nothing at the others."""
+    """The same sums hold over the allowed pairs, and masked pairs have 0."""
     mask = masks()
     use = mask["input_mask"][..., None] & mask["pair_mask"]
     some_left = use.any(-1)
@@ -165,7 +165,7 @@ def test_credit(make, n_inp):
 
 
 def test_output_vectors_as_net_benefit_less_net_cost():
-    """Algorithm 1's last line is what Algorithm 2 computes without ever storing the votes (Appendix C)."""
+    """Algorithm 2 computes the last line of Algorithm 1 without storing the votes (Appendix C)."""
     layer, x_inp = vector_layer(), inputs()
     V, (beta_use, beta_ign) = votes(layer, x_inp), betas(layer, x_inp)
     for it in layer.trace(x_inp):
@@ -203,7 +203,7 @@ def test_update_rule(make, n_inp):
 
 @pytest.mark.parametrize("sizes", [(7, 5, 6, 4), (100, 10, 32, 16), (3, 1, 2, 1)], ids=str)
 def test_parameter_counts(sizes):
-    """Section 4.1: F has n_out d_inp + d_inp d_out + n_out d_out parameters; Algorithm 2 tells the others."""
+    """Section 4.1: F has n_out d_inp + d_inp d_out + n_out d_out parameters. Algorithm 2 lists the others."""
     n_inp, n_out, d_inp, d_out = sizes
     sizes = {"n_out": n_out, "d_inp": d_inp, "d_out": d_out}
 
@@ -236,7 +236,7 @@ def test_never_gated():
 
 
 def test_learned_memories():
-    """Section 2.3: with F a parameter, the inputs choose among the same votes."""
+    """Section 2.3: if F is a parameter, all inputs choose among the same votes."""
     layer = general_layer()
     layer.F = vr.networks.LearnedMemories(n_inp=N_INP, n_out=N_OUT, d_out=D_OUT, dtype=torch.float64)
     x_inp = inputs()
@@ -246,7 +246,7 @@ def test_learned_memories():
 
 
 def test_repeated_application_of_the_update_rule():
-    """Section 3.3: t iterations, then u more from where they ended, are t + u iterations."""
+    """Section 3.3: t iterations and u more from their result equal t + u iterations."""
     layer, x_inp = general_layer(n_iters=5), inputs()
     whole = layer.trace(x_inp)
     layer.n_iters = 2
@@ -257,7 +257,7 @@ def test_repeated_application_of_the_update_rule():
 
 
 def test_fixed_point():
-    """Section 3.3: where the updates converge, U(x_out) = x_out."""
+    """Section 3.3: if the updates converge, U(x_out) = x_out."""
     layer, x_inp = general_layer(n_iters=200), inputs() / 10
     stable = layer(x_inp)
     layer.n_iters = 1
@@ -292,7 +292,7 @@ def test_attention_is_a_special_case(masked):
 
 
 def test_one_output_has_no_competitor():
-    """n_out = 1: R is 1, the one output uses all of every input and ignores nothing."""
+    """With n_out = 1, R is 1: the output uses every input fully and ignores nothing."""
     layer = vr.VectorRouting(n_inp=None, n_out=1, d_inp=D_INP, d_out=D_OUT, dtype=torch.float64)
     for it in layer.trace(inputs()):
         assert it.R.eq(1).all()
@@ -301,7 +301,7 @@ def test_one_output_has_no_competitor():
 
 
 def test_normalize():
-    """Algorithm 2 leaves x_out as it is; normalize=True brings every vector to mean 0 and variance 1."""
+    """Algorithm 2 does not normalise x_out. normalize=True scales each vector to mean 0 and variance 1."""
     layer, x_inp = vector_layer(), 10 * inputs()
     plain = layer(x_inp)
     layer.normalize = True

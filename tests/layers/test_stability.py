@@ -1,4 +1,4 @@
-"""The probe of stability against eigenvalues, and the regulariser: what it is, and what it is for."""
+"""The stability probe, compared with eigenvalues, and the value and effect of the regulariser."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def settled(kind: str) -> nn.Module:
 
 
 def jacobian(layer: nn.Module, x_inp: Tensor, **masks: Tensor) -> Tensor:
-    """dU/dx_out of one sample at the state of the layer, [j h, j h]."""
+    """Return dU/dx_out of one sample at the state of the layer, [j h, j h]."""
     state = layer.state(x_inp, **masks).detach()
     J = torch.autograd.functional.jacobian(lambda x: layer.update(x_inp, x, **masks), state)
     return J.reshape(state.numel(), state.numel())
@@ -93,7 +93,7 @@ def test_the_penalty_is_the_mean_square_of_the_jacobian(kind):
 
 @pytest.mark.filterwarnings("ignore:.* did not converge")
 def test_the_penalty_keeps_a_layer_converging_while_it_learns():
-    """Scores so steep that many samples do not settle: the layer learns anyhow, but settles only so."""
+    """The scores are so steep that many samples do not converge. Only training with the penalty mends it."""
     torch.manual_seed(1)
     x_inp, target = torch.randn(20, 12, 8, dtype=torch.float64), torch.randn(20, 4, 8, dtype=torch.float64)
     converged: dict[int, list] = {0: [], 3: []}
