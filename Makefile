@@ -43,7 +43,7 @@ bench: $(INSTALLED)
 
 # The site, in build/site; a warning is an error. The variable silences a note on the next major version of MkDocs.
 docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The site is in build/site: open build/site/index.html, or serve it with"
 	@echo "  $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
 

@@ -106,8 +106,10 @@ def on_page_markdown(markdown: str, page, config, files: Files) -> str:
         """Below a piece of source, the link to its lines."""
         path, code = match[1], match[2]
         line = line_of(path, code)
-        link = posixpath.relpath(f"{SOURCE}/{path}.md", here)
-        return f"```python\n{code}```\n\n[{path}, line {line}]({link}#__codelineno-0-{line})\n{{ .where }}\n"
+        # HTML, since MkDocs knows no anchors of lines. The page of FILE.py.md is FILE.py.html.
+        link = posixpath.relpath(f"{SOURCE}/{path}.html", here)
+        where = f'<p class="where"><a href="{link}#__codelineno-0-{line}">{path}, line {line}</a></p>'
+        return f"```python\n{code}```\n\n{where}\n"
 
     return LINK.sub(point, TITLED.sub(place, markdown))
 

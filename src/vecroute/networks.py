@@ -24,7 +24,7 @@ class MLP(nn.Sequential):
     """Two linear layers with a GELU between them, applied to each vector separately: an A (d_out=1) or a G.
 
     Args:
-        d_inp, d_hid, d_out: sizes of input, hidden and output vectors.
+        d_inp, d_hid, d_out: sizes of input, hidden and output vectors; [..., d_inp] -> [..., d_out].
     """
 
     def __init__(self, *, d_inp: int, d_hid: int, d_out: int, device=None, dtype=None):
