@@ -22,7 +22,7 @@ COLOURS = ["tab:blue", "tab:orange", "tab:green", "tab:red"]
 
 
 def geometry(folder: Path) -> None:
-    """Each output as a combination, by phi, of votes that are a basis of its own."""
+    """Draw each output as a combination of its own votes, with phi as coefficients."""
     torch.manual_seed(125)
     layer = vr.VectorRouting(n_inp=3, n_out=3, d_inp=8, d_out=2, normalize=False)
     x_inp = torch.randn(3, 8)
@@ -34,7 +34,7 @@ def geometry(folder: Path) -> None:
         path = torch.cat((torch.zeros(1, 2), (phi[:, j, None] * V[:, j]).cumsum(0)))  # [i + 1, h]
         half = 1.2 * path.abs().max().item()
         for i in range(3):
-            # The vote is a direction; phi says how far to go along it, and which way.
+            # The vote is a direction. phi is the length and the sign of the step along it.
             ax.axline((0, 0), V[i, j].tolist(), color=COLOURS[i], alpha=0.3, linewidth=1, linestyle=":")
             arrow(ax, path[i], path[i + 1], COLOURS[i], 2)
         arrow(ax, path[0], x_out[j], "black", 2.5)
@@ -51,13 +51,13 @@ def geometry(folder: Path) -> None:
 
 
 def arrow(ax, start: torch.Tensor, end: torch.Tensor, colour: str, width: float) -> None:
-    """An arrow that begins and ends where it says."""
+    """Draw an arrow from start to end."""
     style = {"arrowstyle": "-|>", "color": colour, "linewidth": width, "shrinkA": 0, "shrinkB": 0}
     ax.annotate("", end.tolist(), start.tolist(), arrowprops=style)
 
 
 def credit(folder: Path) -> None:
-    """Three latent variables settle where they explain the points, and the credit that each point has."""
+    """Draw three latent variables that converge to groups of points, and the credit of each point."""
     torch.manual_seed(0)
     centres = torch.tensor([[-1.0, -0.7], [1.1, -0.4], [0.0, 1.1]])
     points = (centres[:, None] + 0.35 * torch.randn(3, 6, 2)).flatten(0, 1)  # [18, 2]
@@ -99,7 +99,7 @@ def credit(folder: Path) -> None:
 
 
 def memory(folder: Path) -> None:
-    """Letters found again from what is left of them, and how the search settles."""
+    """Draw letters that are recovered from incomplete copies, and the residuals of the search."""
     patterns = associative_memory.letters()  # [6, 30]
     generator = torch.Generator().manual_seed(3)
     queries = associative_memory.corrupted(patterns, 0.5, generator)
@@ -123,7 +123,7 @@ def memory(folder: Path) -> None:
 
 
 def residuals_of_solvers(ax) -> None:
-    """How the residual of a layer that is slow to settle falls, plainly and with Anderson's method."""
+    """Return the residuals of a layer that converges slowly, with plain iteration and with Anderson."""
     torch.manual_seed(1)
     x_inp = torch.randn(20, 12, 8, dtype=torch.float64)
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def residuals_of_solvers(ax) -> None:
 
 
 def society(folder: Path) -> None:
-    """K-lines of a network of blocks."""
+    """Draw the K-lines of a network of blocks."""
     blocks.main(path=str(folder / "society.png"))
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of accuracy: its texts, heads trained in a stack as they would be alone, and the choice."""
+"""The benchmark of accuracy: its texts, the equality of stacked and separate training, and the choice."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The benchmarks run and write whole rows; the floor is what counting by hand gives. No time is judged."""
+"""The benchmarks run and write complete rows, and the floor equals a count by hand. No time is tested."""
 
 import csv
 import math
@@ -25,7 +25,7 @@ from floor import Case, elements, floor_ms, flops, memory, parameters
 FIXED = Case(n_inp=10, n_out=3, d_inp=4, d_out=5)  # n m d = 120, m d h = 60
 VARIABLE = Case(n_inp=10, n_out=3, d_inp=4, d_out=5, variable=True)
 
-# A layer that is called as the official one is.
+# A layer with the signature of the official one.
 OTHER_LAYER = """
 from torch import nn
 
@@ -97,7 +97,7 @@ def test_floor_is_the_slower_of_arithmetic_and_memory():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Sizes that take no time."""
+    """Replace the sizes by tiny ones."""
     monkeypatch.setattr(scaling, "SHORT_AXES", dict.fromkeys(scaling.AXES, (2, 3, 5)))
     monkeypatch.setattr(heads, "shortened", lambda case: case)
     monkeypatch.setitem(heads.CPU_SHAPES, "fixed", [FIXED])
@@ -112,7 +112,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def empty(rows: list[dict[str, str]]) -> set[str]:
-    """Columns that a row leaves empty."""
+    """Return the columns that are empty in a row."""
     return {name for row in rows for name, value in row.items() if value == ""}
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks of images at tiny size: CIFAR-10 as hidden states, linear probes, maps of patches."""
+"""The benchmarks of images at a tiny size: hidden states of CIFAR-10, linear probes, maps of patches."""
 
 import csv
 import sys
@@ -23,7 +23,7 @@ from vit_model import ViT, export
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random encoder, and sheets of 50 images to train on and 10 to test, of three colours with noise."""
+    """Write a random encoder, and sheets of 50 training and 10 test images of three colours with noise."""
     folder = tmp_path_factory.mktemp("images")
     torch.manual_seed(0)
     export(ViT(SIZES), folder / "encoder", "")
@@ -126,7 +126,7 @@ def test_what_pixels_say_is_summed_over_their_patch(viewer, pixels):
 
 
 class Knowing(patches.Viewer):
-    """Class 1 is that of images with something to be seen in patch 13, class 0 of all others."""
+    """A head that gives class 1 to images whose patch 13 is not blank, and class 0 to others."""
 
     def scores(self, view):
         seen = view.pixels[..., 4:8, 20:24].std((1, 2, 3)) > view.pixels.std((1, 2, 3)).min() + 0.1  # [b]
@@ -171,7 +171,7 @@ def test_rollout_is_of_the_attention_of_the_encoder(viewer, pixels):
 
 
 class InThisProcess:
-    """Workers that are none."""
+    """A replacement for ``Workers`` that runs jobs in this process."""
 
     def __init__(self, splits, n):
         self.splits = splits

@@ -1,4 +1,4 @@
-"""The guide to credit: its code runs, and prints what it says."""
+"""The code of the guide to credit runs and prints the stated output."""
 
 from tests.helpers.guides import run
 from tests.helpers.paths import ROOT

@@ -27,7 +27,7 @@ def test_a_million_vectors_or_a_few(tmp_path):
 
 
 def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
-    """As a world of one process, in which the page's own torchrun would start it too."""
+    """Run the code in a process group of one process, as torchrun would start it."""
     for name, value in {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
@@ -50,7 +50,7 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_rows_of_the_benchmark(cached, tmp_path, monkeypatch):
-    """With small sizes, and in this process instead of one with a limit."""
+    """Use small sizes, and this process instead of one with a memory limit."""
     most = {"peak_mb": 7.0, "peak_gpu_mb": None}
     monkeypatch.setattr(out_of_core, "limited", lambda _, function, *arguments: (function(*arguments), most))
     sizes = [

@@ -1,4 +1,4 @@
-"""The paper's views as examples: the special cases of section 3.3 exactly, the others run at small size."""
+"""The examples of the paper's views: exact special cases of section 3.3, and small runs of the others."""
 
 import copy
 import re
@@ -46,7 +46,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 @settings(max_examples=100)
 @given(batch=BATCH, n_inp=SIZE, n_out=SIZE, d=SIZE, scale=st.sampled_from([0.1, 1, 10]), seed=SEED)
 def test_attention(batch, n_inp, n_out, d, scale, seed):
-    """Single heads and several, which are one of the batch dimensions."""
+    """Test one head and several heads. Heads are one of the batch dimensions."""
     query, key, value = draw(seed, (*batch, n_out, d), (*batch, n_inp, d), (*batch, n_inp, d))
     expected = nnf.scaled_dot_product_attention(scale * query, key, value)
     assert_same(special_cases.attention(scale * query, key, value), expected)
@@ -84,7 +84,7 @@ def test_hopfield_until_it_settles():
 @settings(max_examples=50)
 @given(batch=BATCH, n_inp=SIZE, n_slots=SIZE, d_inp=SIZE, d_slot=SIZE, seed=SEED)
 def test_slot_competition(batch, n_inp, n_slots, d_inp, d_slot, seed):
-    """R is the softmax over slots of slot attention, and x_out its values so weighted, not yet a mean."""
+    """R is the softmax over slots of slot attention, and x_out is the sum of values weighted by R."""
     torch.manual_seed(seed)
     module = special_cases.SlotCompetition(n_slots=n_slots, d_inp=d_inp, d_slot=d_slot, dtype=torch.float64)
     x_inp, slots = draw(seed, (*batch, n_inp, d_inp), (*batch, n_slots, d_slot))
@@ -145,7 +145,7 @@ def test_the_past_does_not_hear_of_the_future(n_iters):
 
 
 def test_competition_of_outputs_is_not_causal():
-    """As the example says: with one iteration it is, with two the outputs hear of each other."""
+    """With one iteration the layer is causal. With two, the competition carries later information."""
     layer = vr.VectorRouting(n_inp=6, n_out=6, d_inp=4, d_out=4, dtype=torch.float64)
     x_inp, mask = torch.randn(6, 4, dtype=torch.float64), torch.ones(6, 6).triu().bool()
     leaks = []
@@ -162,7 +162,7 @@ def test_context_vectors():
 
 
 def test_the_credit_of_a_context_is_that_of_the_network():
-    """Two segments by hand: through the old context, and directly."""
+    """Compute the credit of two segments by hand: through the old context, and directly."""
     reader = context_vectors.Reader(n_context=2, n_segment=3, d=4)
     segments = torch.randn(1, 2, 3, 4)
     _, credit = reader.read(segments)
@@ -204,7 +204,7 @@ def test_the_guide_prints_what_it_says(capsys):
 
 
 def test_the_figures_of_the_guide(tmp_path):
-    """They are all there, and the script still draws them (that of the society is drawn above)."""
+    """All figures exist, and the script draws them. Another test draws the figure of the society."""
     shown = re.findall(r"\]\(views/(\w+\.png)\)", GUIDE.read_text())
     drawn = {path.name for path in (GUIDE.parent / "views").glob("*.png")}
     assert len(shown) == 4

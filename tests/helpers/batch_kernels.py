@@ -1,7 +1,7 @@
-"""Calls that have every kernel of the batch path between them, and a script that compiles those of one call.
+"""Calls that together use every kernel of the batch path, and a script that compiles the kernels of a call.
 
 ``python -m tests.helpers.batch_kernels NAME`` prints the name and the bytes of shared memory of each kernel.
-It must run without TRITON_INTERPRET, with which Triton compiles nothing; it needs no GPU.
+It needs no GPU. Run it without TRITON_INTERPRET, because Triton's interpreter compiles nothing.
 """
 
 import sys
@@ -25,7 +25,7 @@ MULTIPLE_OF_16 = [["tt.divisibility", 16]]
 
 
 def call(shape: tuple[int, ...], n_out: int, d_out: int, *, masked: bool = False, **changes: Any) -> Case:
-    """A call with a padded x_inp of a variable length in tf32, but for the changes."""
+    """Return a call with padded x_inp of variable length in tf32. Arguments change it."""
     dtype = changes.pop("dtype", torch.float32)
     given = {
         "n_iters": 2,
@@ -58,7 +58,7 @@ CALLS = {
 
 
 def launches(case: Case) -> Iterator[Launch]:
-    """All launches that are prepared for a call."""
+    """Return all launches that the batch path prepares for a call."""
     plan = make_plan(case)
     assert plan.path == "batch", plan.why
     return _launches_in(list(vars(Steps(plan)).values()))
@@ -73,11 +73,11 @@ def _launches_in(value: Any) -> Iterator[Launch]:
 
 
 def specialisation(launch: Launch) -> tuple[dict, dict, dict, dict]:
-    """What Triton compiles a kernel for.
+    """Return the specialisation for which Triton compiles a kernel.
 
     Returns:
-        Types by name; by position the values of constants, which a size of 1 is too, and what is known of
-        other arguments; options of the compiler.
+        The types by name; the values of constants (including sizes of 1) and the properties of other
+        arguments, by position; the options of the compiler.
     """
     kinds, values, known = {}, {}, {}
     n_pointers, arguments = len(launch.dtypes), [*launch.dtypes, *launch.sizes]

@@ -1,4 +1,4 @@
-"""A real browser for tests: Chromium without a window, in which nothing may go wrong or leave the machine."""
+"""Headless Chromium for tests. A page must not log an error or send a request to another machine."""
 
 import contextlib
 import shutil
@@ -11,7 +11,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
 def chromium() -> str:
-    """Where Chromium is; tests are skipped, saying why, where it or what drives it is not."""
+    """Return the path of Chromium. Skip the test, with the reason, if it or its driver is missing."""
     pytest.importorskip("playwright", reason="needs playwright: pip install 'vecroute[browser]'")
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
@@ -21,7 +21,7 @@ def chromium() -> str:
 
 @contextlib.contextmanager
 def browsing(profile: Path, path: str) -> Iterator:
-    """A page of a browser with a profile of its own."""
+    """Open a page in a browser with a new profile."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -36,7 +36,7 @@ def browsing(profile: Path, path: str) -> Iterator:
 
 @contextlib.contextmanager
 def fresh(page, address: str) -> Iterator:
-    """The page of a server, fresh; in the end nothing went wrong and no request left the machine."""
+    """Open the page of a server. At the end check for errors and for requests to other machines."""
     for found in page.seen.values():
         found.clear()
     page.goto(address)
@@ -46,7 +46,7 @@ def fresh(page, address: str) -> Iterator:
 
 
 def watch(page) -> dict[str, list[str]]:
-    """What goes wrong in a page, and where its requests go, from now on."""
+    """Record the errors of a page and the addresses of its requests from now on."""
     seen: dict[str, list[str]] = {"wrong": [], "requests": []}
     page.on("console", lambda message: seen["wrong"].append(message.text))
     page.on("pageerror", lambda error: seen["wrong"].append(str(error)))
@@ -57,5 +57,5 @@ def watch(page) -> dict[str, list[str]]:
 
 
 def failure(request) -> list[str]:
-    """Why a request failed, unless the page took it back, as it does while somebody types."""
+    """Return why a request failed, or None if the page aborted it, as it does during typing."""
     return [] if request.failure == "net::ERR_ABORTED" else [f"{request.url}: {request.failure}"]

@@ -1,4 +1,4 @@
-"""Explanations to test with: made of random numbers that add up, for any text."""
+"""Explanations for tests: random numbers that add up, for any text."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ import vecroute as vr
 
 
 def tokens_of(text: str, size: int = 3) -> list[tuple[int, int]]:
-    """Spans of a few characters each, spaces left out, as a tokenizer that knows no words would cut them."""
+    """Split a text into spans of a few characters without spaces."""
     spans, start = [], 0
     while start < len(text):
         if text[start].isspace():
@@ -21,7 +21,7 @@ def tokens_of(text: str, size: int = 3) -> list[tuple[int, int]]:
 
 
 def explain(text: str, *, names=("bad", "good"), depth=3, seed=0, scale=1.0, chunk_size=10, **changes):
-    """An explanation of a text with a special token at each end of every chunk."""
+    """Build an explanation of a text, with a special token at each end of every chunk."""
     rng = np.random.default_rng(seed)
     spans = tokens_of(text)
     rows = []  # offsets, special, chunk, piece

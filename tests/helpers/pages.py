@@ -1,4 +1,4 @@
-"""HTML read back, to test what is in it."""
+"""Parse HTML pages to test their content."""
 
 from decimal import Decimal
 from html.parser import HTMLParser
@@ -7,13 +7,13 @@ VOID = {"meta", "input", "img", "br", "link"}
 
 
 class Element:
-    """An element of a page: its name, attributes, and what is in it."""
+    """An element of a page: its name, attributes and content."""
 
     def __init__(self, name, attributes, parent):
         self.name, self.attributes, self.parent, self.children = name, attributes, parent, []
 
     def all(self, name, **attributes):
-        """The elements inside it with that name and those attributes."""
+        """Return the inner elements with this name and these attributes."""
         for child in self.children:
             if isinstance(child, Element):
                 if child.name == name and attributes.items() <= child.attributes.items():
@@ -26,7 +26,7 @@ class Element:
 
 
 class Parser(HTMLParser):
-    """Reads a page, and sees to it that every element is closed."""
+    """Parse a page, and check that every element is closed."""
 
     def __init__(self, html):
         super().__init__()
@@ -57,6 +57,6 @@ class Parser(HTMLParser):
 
 
 def numbers_of(table):
-    """The last number in each row of a table."""
+    """Return the last number in each row of a table."""
     rows = [list(row.all("td", **{"class": "number"})) for row in table.all("tr")]
     return [Decimal(cells[-1].text) for cells in rows if cells]

@@ -1,4 +1,4 @@
-"""A classifier to serve: fitted in no time, badly, on a tiny encoder with random weights."""
+"""A classifier for tests of the server: a quick fit on a tiny encoder with random weights."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ COLOURS = {"blue": (20, 20, 230), "green": (20, 200, 20), "red": (230, 20, 20)}
 
 
 def photo(label: str, seed: int, size: tuple[int, int] = (40, 30)) -> Image.Image:
-    """Noise, with a square of the colour somewhere."""
+    """Draw noise with a square of the colour at a random place."""
     rng = np.random.default_rng(seed)
     pixels = rng.integers(60, 140, (*size[::-1], 3), dtype=np.uint8)
     side = min(size) // 2
@@ -43,7 +43,7 @@ def photo(label: str, seed: int, size: tuple[int, int] = (40, 30)) -> Image.Imag
 
 
 def tiny_image_classifier(folder: Path) -> vr.RoutingClassifier:
-    """The same for images, whose labels are colours."""
+    """Fit a classifier of images whose labels are colours."""
     labels = [*COLOURS] * 6
     classifier = vr.RoutingClassifier(
         save_tiny_vision(folder), max_epochs=8, batch_size=6, validation_fraction=0, cache=False, device="cpu"
@@ -52,7 +52,7 @@ def tiny_image_classifier(folder: Path) -> vr.RoutingClassifier:
 
 
 def enlarged(classifier: vr.RoutingClassifier) -> vr.RoutingClassifier:
-    """Weights as large as trained ones, so that every input counts."""
+    """Scale the weights to the size of trained ones, so that every input has an effect."""
     with torch.no_grad():
         for parameter in classifier.head_.parameters():
             parameter.mul_(2)
@@ -60,7 +60,7 @@ def enlarged(classifier: vr.RoutingClassifier) -> vr.RoutingClassifier:
 
 
 def check_sums(answer, rest=0):
-    """What is sent adds up, exactly where it is to be shown; of what is not explained no more is seen."""
+    """Check that the parts of an answer sum to its score, and the displayed ones to the displayed score."""
     total = sum(part["value"] for part in answer["parts"]) + answer["base"]
     assert total == pytest.approx(answer["score"], abs=1e-4)
     shown = answer["shown"]
@@ -76,7 +76,7 @@ def check_sums(answer, rest=0):
 
 @contextlib.contextmanager
 def served(model: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    """``vecroute serve`` on a free port, as a process of its own: its address, and the process."""
+    """Start ``vecroute serve`` on a free port, and return its address and the process."""
     command = [sys.executable, "-m", "vecroute", "serve", str(model), "--port", "0", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -94,7 +94,7 @@ def served(model: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen]]
 
 
 def wait_for(condition, seconds: float = 10.0):
-    """What the condition gives, once it gives something."""
+    """Wait until the condition returns a true value, and return it."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         if time.monotonic() > end:

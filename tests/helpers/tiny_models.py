@@ -1,4 +1,4 @@
-"""Tiny Transformers with random weights, saved to a folder as Hugging Face models are."""
+"""Tiny Transformers with random weights, saved in the format of Hugging Face."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ KINDS = {
 
 
 def tiny_tokenizer(kind: str):
-    """A WordPiece tokenizer as BERT has it; for RoBERTa a byte-level one that counts spaces to tokens."""
+    """Build a WordPiece tokenizer as in BERT, or for RoBERTa a byte-level one with spaces in its tokens."""
     pad_first = ["<s>", "<pad>"] if kind == "roberta" else ["[PAD]", "[CLS]"]
     special = [*pad_first, "[SEP]", "[UNK]"]
     begin, pad = ("<s>", "<pad>") if kind == "roberta" else ("[CLS]", "[PAD]")
@@ -84,7 +84,7 @@ def save_tiny(folder: Path, kind: str = "bert", seed: int = 0, **options) -> str
 
 
 def save_random(folder: Path, config: transformers.PretrainedConfig, seed: int) -> None:
-    """Save a model with random weights as large as trained ones, so that every hidden state is its own."""
+    """Save a model with random weights as large as trained ones, so that all hidden states differ."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModel.from_config(config)

@@ -1,4 +1,4 @@
-"""Tiny vision Transformers with random weights, saved to a folder as Hugging Face models are."""
+"""Tiny vision Transformers with random weights, saved in the format of Hugging Face."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ SIZES = {
 SQUARE = {"size": {"height": 16, "width": 16}}
 CROPPED = {"size": {"shortest_edge": 20}, "crop_size": {"height": 16, "width": 16}}
 
-# The configuration, the name of the image processor, its options, and how many special tokens there are.
+# The configuration, the name of the image processor, its options, and the number of special tokens.
 KINDS: dict[str, tuple[Any, str, dict, int]] = {
     "vit": (transformers.ViTConfig(intermediate_size=32, **SIZES), "ViT", SQUARE, 1),
     "beit": (

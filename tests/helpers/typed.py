@@ -1,4 +1,4 @@
-"""Commands as if they had been typed, in this process."""
+"""Run ``vecroute`` commands in this process."""
 
 import io
 import sys
@@ -16,7 +16,7 @@ class Done(NamedTuple):
 
 
 def run_typed(monkeypatch, capfd, *arguments, stdin: bytes = b"") -> Done:
-    """Run ``vecroute`` with these arguments: its exit code and all that it printed."""
+    """Run ``vecroute`` with these arguments, and return its exit code and its output."""
     monkeypatch.setattr(sys, "argv", ["vecroute", *map(str, arguments)])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
     capfd.readouterr()

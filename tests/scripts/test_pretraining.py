@@ -1,4 +1,4 @@
-"""Pretraining of the small vision Transformer at tiny size: data, views, losses, runs, what is written."""
+"""Pretraining of the small vision Transformer at a tiny size: data, views, losses, runs, and output files."""
 
 import json
 import os
@@ -42,7 +42,7 @@ SIZES = Sizes(d=16, layers=2, heads=2)
 
 @pytest.fixture(scope="module")
 def arrays():
-    """Ten images for each file, of one colour by label with some noise."""
+    """Return ten images for each file. Images of one label have one colour, with noise."""
     rng = np.random.default_rng(0)
     labels = np.arange(60) % 3  # [60]
     colours = np.eye(3)[labels][..., None, None] * 160 + 40  # [60, 3, 1, 1]
