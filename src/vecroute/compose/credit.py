@@ -260,7 +260,7 @@ def check_groups(index: object, n: int | None, n_inp: int) -> tuple[Tensor, int]
 def check_batch(index: Tensor, batch: Sequence[int], fits: bool) -> None:
     """Raise unless the leading dimensions of index fit the batch."""
     if not fits:
-        expected = f"[n_inp] or [..., n_inp] with leading dimensions that fit the batch, {list(batch)}"
+        expected = f"[n_inp] or [..., n_inp] with the leading dimensions of the batch, {list(batch)}"
         raise ValueError(f"index must be {expected}, got {list(index.shape)}")
 
 
