@@ -1,6 +1,7 @@
 """The streamed implementations against the reference: forward and every gradient."""
 
 import math
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -23,6 +24,7 @@ IDS = ["i{}-j{}-d{}-h{}".format(*size) for size in SIZES]
 IMPLEMENTATIONS = ["chunked", "fused"]
 PATHS = [*IMPLEMENTATIONS, "fused in chunks"]  # else fused takes the batch path
 TUNINGS = {"default": Tuning(), "rows7": Tuning(rows=7), "nothing kept": Tuning(rows=10, keep_bytes=0)}
+MASKS = ["", "input", "pair", "input and pair"]
 
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -50,17 +52,23 @@ def masks_for(kinds: str, batch: tuple[int, ...], n_inp: int, n_out: int) -> dic
     return masks
 
 
-@pytest.mark.parametrize("masked", ["", "input", "pair", "input and pair"])
+def cases() -> Iterator:
+    """Yield every path, size and mask. The slowest cases of interpreted kernels are slow tests."""
+    for path, (size, name), masked in product(PATHS, zip(SIZES, IDS, strict=True), MASKS):
+        slow = path != "chunked" and size[1] > 64 and masked in ("input", "pair")
+        marks = [pytest.mark.slow] if slow else []
+        yield pytest.param(path, size, masked, id=f"{path}-{name}-{masked}", marks=marks)
+
+
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
-@pytest.mark.parametrize("size", SIZES, ids=IDS)
-@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize(("implementation", "size", "masked"), list(cases()))
 def test_as_good_as_the_reference(implementation, size, fixed, masked, nan_filled_memory):
     layer = make(*size, fixed=fixed, implementation=implementation)
     x_inp = torch.randn(2, 3, size[0], size[2])
     assert_layer_as_good(layer, x_inp, **masks_for(masked, (2, 3), size[0], size[1]))
 
 
-@pytest.mark.parametrize("masked", ["", "input", "pair", "input and pair"])
+@pytest.mark.parametrize("masked", MASKS)
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("size", [(1, 1, 1, 1), (1, 2, 3, 2), (5, 1, 2, 3), (7, 3, 5, 4)], ids=str)
 @pytest.mark.parametrize("implementation", PATHS)
@@ -75,11 +83,18 @@ def test_smallest_sizes(implementation, size, fixed, masked, nan_filled_memory):
         )
 
 
-@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("implementation", "fixed"),
+    [
+        ("chunked", True),
+        ("chunked", False),
+        ("fused", True),
+        pytest.param("fused", False, marks=pytest.mark.slow),
+    ],
+)
 def test_more_outputs_than_a_block_has(implementation, fixed, nan_filled_memory):
-    layer = make(5, 4100, 5, 3, fixed=fixed, implementation=implementation, dtype=torch.float64)
-    x_inp, masks = torch.randn(2, 5, 5).double(), masks_for("pair", (2,), 5, 4100)
+    layer = make(3, 4100, 5, 3, fixed=fixed, implementation=implementation, dtype=torch.float64)
+    x_inp, masks = torch.randn(1, 3, 5).double(), masks_for("pair", (1,), 3, 4100)
     truth = outcome(twin(layer, torch.float64), x_inp, **masks)
     for name, value in outcome(layer, x_inp, **masks).items():
         torch.testing.assert_close(
