@@ -191,7 +191,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         self.classes_ = task_labels.classes
         self.encoder_, self.head_, self.history_ = encoder, head.eval(), trained.history
         self.validation_accuracy_ = trained.history[trained.kept].get("valid_accuracy")
-        self.weights_sha256_ = encoder.weights_sha256
+        self.identity_ = encoder.identity
         self.n_texts_ = {"train": len(train_on), "validation": len(validate_on)}
         self.examples_ = examples(texts, task_labels) if self.keep_examples else []
         return self

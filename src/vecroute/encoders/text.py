@@ -6,15 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vecroute.encoders.loading import (
-    default_dtype,
-    load,
-    load_tokenizer,
-    pick_device,
-    sha256_json,
-    tokenizer_sha256,
-    weights_sha256,
-)
+from vecroute.encoders.finding import find, first_line
+from vecroute.encoders.identity import identify, states_key, tokenizer_sha256
+from vecroute.encoders.loading import commit, default_dtype, load_model, load_tokenizer, pick_device
 
 UNLIMITED = 1_000_000  # tokenizers without a limit of their own give a huge number
 
@@ -101,26 +95,35 @@ class TextEncoder:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
-        self.name = str(model)
+        self.name, given = str(model), tokenizer
         if isinstance(model, nn.Module):
             self.name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+            folder = None if tokenizer else find(self.name, revision)
             self.model = model
             device, dtype = device or self.model.device, dtype or self.model.dtype
-            tokenizer = tokenizer or load_tokenizer(self.name, revision)
         else:
-            self.model, tokenizer = load(self.name, revision, tokenizer)
+            folder = find(self.name, revision)
+            self.model = load_model(self.name, folder)
+        if folder is not None and tokenizer is None:
+            tokenizer = load_tokenizer(self.name, folder)
         if not getattr(tokenizer, "is_fast", False):
             raise TypeError(f"tokenizer of {self.name} must be a fast one, which knows character offsets")
         self.tokenizer = tokenizer
-        self.revision: str | None = getattr(self.model.config, "_commit_hash", None) or revision
-        self.weights_sha256 = weights_sha256(self.model)
-        self.tokenizer_sha256 = tokenizer_sha256(tokenizer)
+        self.revision = commit(self.model, folder, revision)
+        objects = given is not None or isinstance(model, nn.Module)
+        self.identity = identify(
+            self.model, self.model.config, None if objects else folder, tokenizer_sha256(tokenizer)
+        )
+        self.weights_sha256 = self.identity.weights
         self.device = pick_device(device)
         self.dtype = dtype or default_dtype(self.device)
         self.model = self.model.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         self.stride, self.special_tokens = stride, special_tokens
         self.max_length = self._check_length(max_length)
-        probe = self._states(torch.tensor([self.tokenizer("a")["input_ids"]]))
+        try:
+            probe = self._states(torch.tensor([self.tokenizer("a")["input_ids"]]))
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"encoder {self.name!r} does not take a text: {first_line(error)}") from error
         if len({state.shape for state in probe}) > 1:
             raise ValueError(f"hidden states of {self.name} must all have one shape")
         self.depths = check_depths(depths, len(probe))
@@ -148,9 +151,9 @@ class TextEncoder:
 
     @property
     def key(self) -> str:
-        """Changes with anything that changes the hidden states: weights, tokenizer, options, precision."""
-        options = [self.depths, self.max_length, self.stride, self.special_tokens, str(self.dtype)]
-        return sha256_json([self.weights_sha256, self.tokenizer_sha256, *options])
+        """Changes with anything that changes hidden states: the encoder, options, precision, versions."""
+        options = [self.depths, self.max_length, self.stride, self.special_tokens]
+        return states_key(self.identity, *options, self.dtype, self.device.type)
 
     def tokenize(self, texts: Sequence[str]) -> list[Tokenized]:
         """Split every text into chunks of token ids, and say where each routed position comes from."""

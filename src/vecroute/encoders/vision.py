@@ -7,15 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vecroute.encoders.loading import (
-    default_dtype,
-    find,
-    load_image_processor,
-    load_model,
-    pick_device,
-    sha256_json,
-    weights_sha256,
-)
+from vecroute.encoders.finding import find
+from vecroute.encoders.identity import identify, sha256_json, states_key
+from vecroute.encoders.loading import commit, default_dtype, load_image_processor, load_model, pick_device
 from vecroute.encoders.text import Batch, check_depths
 from vecroute.io.images import MAX_PIXELS, Picture, check_images
 
@@ -74,19 +68,24 @@ class VisionEncoder:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
-        self.name = source = str(model)
+        self.name, given = str(model), processor
         if isinstance(model, nn.Module):
-            self.name = source = str(getattr(model, "name_or_path", "") or type(model).__name__)
+            self.name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+            folder = None if processor else find(self.name, revision)
             self.model = model
             device, dtype = device or self.model.device, dtype or self.model.dtype
         else:
-            source = find(self.name)
-            self.model = load_model(self.name, source, revision)
-        self.processor = processor or load_image_processor(source, revision)
-        self.revision: str | None = getattr(self.model.config, "_commit_hash", None) or revision
-        self.model = getattr(self.model, "vision_model", self.model)
-        self.weights_sha256 = weights_sha256(self.model)
-        self.processor_sha256 = sha256_json(json.loads(self.processor.to_json_string()))
+            folder = find(self.name, revision)
+            self.model = load_model(self.name, folder)
+        if folder is not None and processor is None:
+            processor = load_image_processor(self.name, folder)
+        self.processor = processor
+        self.revision = commit(self.model, folder, revision)
+        config, self.model = self.model.config, getattr(self.model, "vision_model", self.model)
+        objects = given is not None or isinstance(model, nn.Module)
+        prepared = sha256_json(json.loads(processor.to_json_string()))
+        self.identity = identify(self.model, config, None if objects else folder, prepared)
+        self.weights_sha256 = self.identity.weights
         self.device = pick_device(device)
         self.model = self.model.to(device=self.device).eval().requires_grad_(False)
         self.special_tokens = special_tokens
@@ -106,14 +105,8 @@ class VisionEncoder:
 
     @property
     def key(self) -> str:
-        """Changes with anything that changes the hidden states: weights, processor, options, precision."""
-        options = [self.depths, self.special_tokens, str(self.dtype)]
-        return sha256_json([self.weights_sha256, self.processor_sha256, *options])
-
-    @property
-    def tokenizer_sha256(self) -> str:
-        """What cuts an image into positions is its image processor."""
-        return self.processor_sha256
+        """Changes with anything that changes hidden states: the encoder, options, precision, versions."""
+        return states_key(self.identity, self.depths, self.special_tokens, self.dtype, self.device.type)
 
     def tokenize(self, images: Sequence[Any]) -> list[Seen]:
         """Images ready for ``batches``: paths, PIL images, arrays, tensors or pictures."""
