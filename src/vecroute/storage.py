@@ -1,13 +1,20 @@
-"""Optional packages, and files of tensors with a description: safetensors whose header carries JSON."""
+"""Optional packages, and files and folders that are written whole or not at all."""
 
+import ctypes
+import hashlib
 import importlib
 import json
 import os
+import re
+import shutil
+import sys
+import time
 import uuid
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +31,10 @@ def require(package: str, extra: str) -> ModuleType:
         raise ImportError(f"this needs {top}: pip install 'vecroute[{extra}]'") from error
 
 
+ABANDONED_AFTER = 3600  # seconds; a temporary file that old belongs to a process that died
+RENAME_EXCHANGE, AT_FDCWD = 2, -100  # of Linux
+
+
 def save_tensors(path: str | os.PathLike, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Write tensors and a JSON description to one file, whole or not at all.
 
@@ -35,34 +46,102 @@ def save_tensors(path: str | os.PathLike, tensors: dict[str, Tensor], about: dic
     safetensors = require("safetensors.torch", "data")
     # Tensors may be views of one another, which the format does not allow.
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    write_file(path, safetensors.save(whole, {"vecroute": json.dumps(about)}))
+    described = json.dumps(about)
+    seal = {"vecroute": described, "sha256": seal_of(whole, described)}
+    write_file(path, safetensors.save(whole, seal))
+
+
+def seal_of(tensors: dict[str, Tensor], described: str) -> str:
+    """One number for tensors, their names and their description."""
+    digest = hashlib.sha256(described.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def write_file(path: str | os.PathLike, data: bytes) -> None:
     """Write a file, whole or not at all; what was there is replaced."""
-    temporary = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}")
+    temporary = temporary_place(path)
     try:
         with open(temporary, "xb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
+def temporary_place(path: str | os.PathLike) -> Path:
+    """Where a file or folder is written before it gets its name."""
+    return Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}")
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove what processes that were killed while they wrote this file or folder have left beside it."""
+    pattern = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}(.old)?")
+    for left in path.parent.glob(".*") if path.parent.is_dir() else ():
+        try:
+            if pattern.fullmatch(left.name) and time.time() - left.lstat().st_mtime > ABANDONED_AFTER:
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        except OSError:  # it is gone, or not ours
+            continue
+
+
+def put_folder(new: Path, folder: Path) -> None:
+    """Give a folder its name; the folder that has this name already is removed, after that.
+
+    On Linux both happen in one step: at any moment the name is that of the old folder or of the new one.
+    """
+    if not folder.exists():
+        new.rename(folder)
+        return
+    if not exchanged(new, folder):  # another system, or a file system that cannot
+        old = new.with_name(f"{new.name}.old")
+        folder.rename(old)
+        try:
+            new.rename(folder)
+        except BaseException:
+            old.rename(folder)
+            raise
+        new = old
+    shutil.rmtree(new, ignore_errors=True)
+
+
+def exchanged(one: Path, other: Path) -> bool:
+    """Whether two folders could be given the names of each other in one step."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    return rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+
+
 def load_tensors(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what ``save_tensors`` wrote.
 
     Raises:
-        ValueError: the file holds something else than ``kind``.
+        ValueError: the file holds something else than ``kind``, or is damaged.
     """
     safetensors = require("safetensors", "data")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get("vecroute", "{}"))
+            seal = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(f"path must be a file of {kind}, {path} is no safetensors file: {error}") from error
-    if about.get("kind") != kind:
-        raise ValueError(f"path must be a file of {kind}, {path} holds {about.get('kind', 'something else')}")
+    try:
+        described = seal.pop("vecroute", "{}")
+        about = json.loads(described)
+        found = about.get("kind", "something else")
+    except (ValueError, AttributeError, RecursionError):
+        raise ValueError(f"path must be a file of {kind}, the description in {path} is damaged") from None
+    if found != kind:
+        raise ValueError(f"path must be a file of {kind}, {path} holds {found}")
+    # Files of earlier versions have no seal.
+    if seal and seal != {"sha256": seal_of(tensors, described)}:
+        raise ValueError(f"path must be a file of {kind}, {path} is damaged: its sha256 differs")
     return tensors, about

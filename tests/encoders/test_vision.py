@@ -258,7 +258,7 @@ def test_hidden_states_are_cached_by_what_an_image_holds(vit, tmp_path, monkeypa
 
 
 def test_the_encoder_of_the_package_is_found_and_checked(monkeypatch, tmp_path):
-    folder = loading.VIT_FOLDER
+    folder = finding.VIT_FOLDER
     assert (folder / "model.safetensors").stat().st_size <= 12_000_000
     card = (folder / "README.md").read_text()
     assert all(
@@ -267,11 +267,11 @@ def test_the_encoder_of_the_package_is_found_and_checked(monkeypatch, tmp_path):
     encoder = VisionEncoder("vit-cifar10")
     assert (encoder.name, encoder.grid, encoder.depth, encoder.d_emb) == ("vit-cifar10", (8, 8), 13, 192)
     assert encoder.encode([photo(50, 40)])[0].shape == (65, 13, 192)
-    monkeypatch.setattr(loading, "VIT_SHA256", "0" * 64)
+    monkeypatch.setattr(finding, "VIT_SHA256", "0" * 64)
     with pytest.raises(
         ValueError, match=r"'vit-cifar10'.*has sha256 c179.*expected 0000.*reinstall vecroute"
     ):
         VisionEncoder("vit-cifar10")
-    monkeypatch.setattr(loading, "VIT_FOLDER", tmp_path)
+    monkeypatch.setattr(finding, "VIT_FOLDER", tmp_path)
     with pytest.raises(ValueError, match=r"'vit-cifar10'.* is not there; reinstall vecroute"):
         VisionEncoder("vit-cifar10")

@@ -24,13 +24,14 @@ from vecroute.classifier.labels import (
 )
 from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key, windows
 from vecroute.encoders.either import is_of_images, load_encoder
+from vecroute.encoders.identity import difference
 from vecroute.encoders.text import Batch
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.image import explain_image
 from vecroute.explain.text import explain_text
 from vecroute.heads import CHOOSING, RoutingHead, make_head
 from vecroute.io.images import Picture, check_images, is_image
-from vecroute.training import Recipe, Task, make_accelerator, train
+from vecroute.training import Recipe, Task, make_accelerator, remove_finished, train
 from vecroute.training.progress import progress_bar
 from vecroute.training.recipe import FEW, WEIGHT_DECAY_OF_FEW
 
@@ -68,7 +69,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         keep_examples: whether to store three of the texts with the classifier, as ``examples_``.
         cache: where to keep hidden states: True for the user's cache folder, a folder, or False for nowhere.
         cache_bytes: limit for that folder.
-        checkpoint: a file by which ``fit`` goes on where it was stopped; None for none.
+        checkpoint: a file by which ``fit`` goes on where it was stopped; None for none. It stays until
+            ``save_pretrained`` has written the classifier.
         device: None for the GPU if there is one.
         random_state: the seed of everything random, an int.
         verbose: whether to show progress, None for on terminals only.
@@ -186,8 +188,6 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         )
         checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
         trained = train(head, task, recipe, checkpoint=checkpoint, accelerator=accelerator, show=self._show)
-        if checkpoint is not None and accelerator.is_main_process:
-            checkpoint.unlink(missing_ok=True)
         self.classes_ = task_labels.classes
         self.encoder_, self.head_, self.history_ = encoder, head.eval(), trained.history
         self.validation_accuracy_ = trained.history[trained.kept].get("valid_accuracy")
@@ -255,17 +255,21 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
 
         Args:
             folder: gets ``config.json``, ``model.safetensors`` and a model card, ``README.md``. The encoder
-                is referred to, not stored.
-            overwrite: replace a folder that is there.
+                is referred to by its name or folder, not stored. An encoder that lies inside the folder stays
+                there and is referred to by its relative path, so that both can be moved together.
+            overwrite: replace the classifier that is in the folder.
             about: more to remember, of JSON types.
 
         Raises:
-            ValueError: the folder exists.
+            ValueError: the folder exists; or, with ``overwrite``, it is not the folder of a classifier, but a
+                file, a link or a folder with other files.
         """
         from vecroute.classifier.saving import save_classifier
 
         check_is_fitted(self)
         save_classifier(self, Path(folder), overwrite, about or {})
+        if self.checkpoint is not None:  # what was trained is safe now
+            remove_finished(Path(self.checkpoint))
 
     @classmethod
     def from_pretrained(
@@ -284,7 +288,8 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             device, verbose: as in the constructor.
 
         Raises:
-            ValueError: a file that is missing or damaged, or an encoder that is not the one of the training.
+            ValueError: a file that is missing or damaged, weights that are NaN or infinite, an encoder that
+                is not there, or not the one of the training.
         """
         from vecroute.classifier.saving import load_classifier
 
@@ -361,10 +366,10 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         check_is_fitted(self)
         if not hasattr(self, "encoder_"):
             self.encoder_ = self._load_encoder(next(self.head_.parameters()).device)
-        if self.encoder_.weights_sha256 != self.weights_sha256_:
+        found = self.encoder_.identity
+        if found != self.identity_ and (differs := difference(self.identity_, found)):
             raise ValueError(
-                f"encoder {self.encoder_.name!r} is not the one that this classifier was fitted with: "
-                f"its weights have sha256 {self.encoder_.weights_sha256}, expected {self.weights_sha256_}"
+                f"encoder {self.encoder_.name!r} is not the one that this classifier was fitted with: {differs}"
             )
         return self.encoder_, self.head_
 

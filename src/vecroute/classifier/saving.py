@@ -2,8 +2,8 @@
 
 import hashlib
 import json
+import os
 import shutil
-import uuid
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,41 +13,96 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from vecroute.encoders.finding import first_line
+from vecroute.encoders.identity import Identity, difference
 from vecroute.encoders.loading import pick_device
-from vecroute.storage import write_file
+from vecroute.storage import put_folder, remove_abandoned, temporary_place, write_file
 
 FORMAT = "vecroute.RoutingClassifier"
+FILES = {"config.json", "model.safetensors", "README.md"}
+CONFIG_BYTES = 64 * 1024**2  # no configuration is as long
+INSIDE = "./"  # begins the name of an encoder that lies in the folder of the classifier
 ENCODER_OPTIONS = ("depths", "max_length", "stride", "special_tokens")
 # What belongs to a place or a run, not to the classifier; and what is saved with the encoder.
 NOT_SAVED = {"cache", "cache_bytes", "checkpoint", "device", "verbose", "class_weight"}
 NOT_SAVED |= {"encoder", "revision", *ENCODER_OPTIONS}
+# What a configuration must have, and of which type; without these params, predictions would be others.
+ENTRIES: dict[str, Any] = {"classes": list, "params": dict, "encoder": dict, "samples": str, "vecroute": str}
+ENTRIES |= {"n_texts": dict, "validation_accuracy": float | None, "history": list, "about": dict}
+ENCODER_ENTRIES: dict[str, Any] = {"name": str, "revision": str | None, "depths": list, "stride": int}
+ENCODER_ENTRIES |= {"max_length": int | None, "special_tokens": bool, "depth": int, "d_emb": int}
+ENCODER_ENTRIES |= {"weights": str, "preparation": str, "configuration": dict, "files": dict}
+PARAMS: dict[str, Any] = {"head": str, "head_options": dict | None, "multi_label": bool, "random_state": int}
 
 
 def save_classifier(classifier: Any, folder: Path, overwrite: bool, about: dict) -> None:
-    """Write to a temporary folder beside, then rename it."""
-    if folder.exists() and not overwrite:
-        raise ValueError(f"{folder} exists: choose another folder, or remove it first")
+    """Write to a temporary folder beside, then give it its name."""
+    folder = Path(os.path.abspath(folder))
+    inside = place_inside(classifier.encoder_.name, folder)
+    check_place(folder, overwrite, inside)
     config = describe(classifier, about)
+    if inside is not None:
+        config["encoder"]["name"] = INSIDE + inside.as_posix()
     weights = {name: p.detach().cpu().contiguous() for name, p in classifier.head_.state_dict().items()}
     # Each file knows the other, so that a change to one of them shows.
     data = save(weights, {"config_sha256": config_sha256(config)})
     config["model_sha256"] = hashlib.sha256(data).hexdigest()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.old")
+    remove_abandoned(folder)
+    temporary = temporary_place(folder)
     try:
         temporary.mkdir()
         write_file(temporary / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         write_file(temporary / "model.safetensors", data)
         write_file(temporary / "README.md", model_card(config).encode())
-        if folder.exists():
-            folder.rename(old)
-        temporary.rename(folder)
+        if inside is not None:
+            shutil.copytree(folder / inside, temporary / inside, copy_function=link)
+        put_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+
+
+def check_place(folder: Path, overwrite: bool, inside: Path | None = None) -> None:
+    """Raise unless a classifier may be written to a folder.
+
+    Args:
+        folder: it may not exist, unless ``overwrite``; then it may be the folder of another classifier.
+        overwrite: whether to replace that.
+        inside: where in the folder the encoder lies, which stays there.
+
+    Raises:
+        ValueError: a file, a link, or a folder that is not vecroute's own.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ValueError(f"{folder} is a {'link' if folder.is_symlink() else 'file'}: choose another folder")
+    if not folder.exists():
+        return
+    names = {path.name for path in folder.iterdir()} - ({inside.parts[0]} if inside is not None else set())
+    if not names and (overwrite or inside is not None):
+        return
+    if not overwrite:
+        raise ValueError(f"{folder} exists: choose another folder, or replace what is there (overwrite=True)")
+    if others := sorted(names - FILES):
+        raise ValueError(f"{folder} is not replaced: {others[0]!r} in it is not of a classifier")
+    try:
+        read_config(folder)
+    except ValueError as error:
+        raise ValueError(f"{folder} is not replaced, since it is no folder of a classifier: {error}") from error
+
+
+def place_inside(encoder: str, folder: Path) -> Path | None:
+    """Where in a folder the encoder lies, None if it lies elsewhere."""
+    place, folder = Path(encoder).expanduser().resolve(), folder.resolve()
+    found = place.is_dir() and place != folder and place.is_relative_to(folder)
+    return place.relative_to(folder) if found else None
+
+
+def link(source: str, target: str) -> None:
+    """The same file under one more name, or a copy where that cannot be."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def describe(classifier: Any, about: dict) -> dict[str, Any]:
@@ -62,8 +117,7 @@ def describe(classifier: Any, about: dict) -> dict[str, Any]:
         "encoder": {
             "name": encoder.name,
             "revision": encoder.revision,
-            "weights_sha256": encoder.weights_sha256,
-            "tokenizer_sha256": encoder.tokenizer_sha256,
+            **encoder.identity._asdict(),
             **{name: getattr(encoder, name) for name in ENCODER_OPTIONS},
             "depth": encoder.depth,
             "d_emb": encoder.d_emb,
@@ -80,64 +134,111 @@ def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, v
     """Read, check and build; see ``RoutingClassifier.from_pretrained``."""
     config = read_config(folder)
     weights = read_weights(folder, config)
-    origin = config["encoder"]
+    check_config(cls, folder, config)
+    origin, target = config["encoder"], pick_device(device)
     classifier = cls(
-        origin["name"] if encoder is None else encoder,
+        encoder_place(folder, origin["name"]) if encoder is None else encoder,
         revision=origin["revision"],
         **{name: origin[name] for name in ENCODER_OPTIONS},
         **config["params"],
         device=device,
         verbose=verbose,
     )
-    target = pick_device(device)
-    classifier.encoder_ = classifier._load_encoder(target)
+    try:
+        classifier.encoder_ = classifier._load_encoder(target)
+    except ValueError as error:
+        hint = f"; the classifier in {folder} needs it: say where it is with --encoder or encoder=..."
+        raise ValueError(f"{error}{hint if encoder is None else ''}") from error
+    classifier.identity_ = Identity(**{name: origin[name] for name in Identity._fields})
+    if differs := difference(classifier.identity_, classifier.encoder_.identity):
+        raise ValueError(
+            f"encoder {classifier.encoder_.name!r} is not the one that {folder} was fitted with: {differs}"
+        )
     classifier.classes_ = np.asarray(config["classes"])
-    classifier.weights_sha256_ = origin["weights_sha256"]
     classifier.n_texts_, classifier.history_ = config["n_texts"], config["history"]
     classifier.validation_accuracy_, classifier.about_ = config["validation_accuracy"], config["about"]
     classifier.examples_ = config.get("examples", [])
-    for name in ("weights_sha256", "tokenizer_sha256"):
-        found = getattr(classifier.encoder_, name)
-        if found != origin[name]:
-            raise ValueError(
-                f"encoder {classifier.encoder_.name!r} is not the one that {folder} was fitted with: its "
-                f"{name} is {found}, expected {origin[name]}"
-            )
-    classifier.head_ = classifier._new_head(classifier.encoder_, len(classifier.classes_))
+    classifier.head_ = load_head(classifier, folder, config, weights).to(target).eval()
+    return classifier
+
+
+def load_head(classifier: Any, folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+    """The head with its weights; whether they fit is known before any memory is taken."""
     try:
-        classifier.head_.load_state_dict(weights)
-    except RuntimeError as error:
+        with torch.device("meta"):
+            head = classifier._new_head(classifier.encoder_, len(classifier.classes_))
+        head.load_state_dict(weights, assign=True)
+        head = classifier._new_head(classifier.encoder_, len(classifier.classes_))
+        head.load_state_dict(weights)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(
             f"the head in {folder}, saved by vecroute {config['vecroute']}, is not the one that "
             f"{version('vecroute')} makes with its options ({str(error).splitlines()[-1].strip()})"
         ) from error
-    classifier.head_.to(target).eval()
-    return classifier
+    return head
+
+
+def encoder_place(folder: Path, name: str) -> str:
+    """The name of the encoder, or where in the folder of the classifier it lies."""
+    if not name.startswith(INSIDE):
+        return name
+    place = Path(name.removeprefix(INSIDE))
+    if place.is_absolute() or ".." in place.parts:
+        raise ValueError(f"config.json in {folder} is damaged: the encoder {name!r} is not inside the folder")
+    return str(folder / place)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of config.json."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder with a classifier")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no classifier: config.json is missing")
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        if path.stat().st_size > CONFIG_BYTES:
+            raise ValueError(f"it has more than {CONFIG_BYTES:,} bytes")
+        config = json.loads(path.read_bytes())
         if config["format"] != FORMAT:
             raise ValueError(f"its format is {config['format']}")
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has no classifier: config.json is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"config.json in {folder} is damaged or of something else: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        message = first_line(error)
+        raise ValueError(f"config.json in {folder} is damaged or of something else: {message}") from error
     return config
+
+
+def check_config(cls: Any, folder: Path, config: dict[str, Any]) -> None:
+    """Raise for a configuration that lacks what is needed, though its seal is right."""
+    mistake = f"config.json in {folder} is not that of a classifier: "
+    check_entries(config, ENTRIES, mistake)
+    check_entries(config["encoder"], ENCODER_ENTRIES, f"{mistake}encoder: ")
+    check_entries(config["params"], PARAMS, f"{mistake}params: ")
+    if unknown := sorted(set(config["params"]) - (set(cls._get_param_names()) - NOT_SAVED)):
+        raise ValueError(f"{mistake}params: {unknown[0]!r} is no option of vecroute {version('vecroute')}")
+    classes = config["classes"]
+    if not classes or not all(isinstance(name, str | int | float) for name in classes):
+        raise ValueError(f"{mistake}classes must be names or numbers, at least one")
+    if len(set(map(str, classes))) < len(classes):
+        again = next(name for k, name in enumerate(classes) if str(name) in map(str, classes[:k]))
+        raise ValueError(f"{mistake}the class {again!r} is there twice")
+
+
+def check_entries(found: dict[str, Any], expected: dict[str, Any], mistake: str) -> None:
+    for name, kind in expected.items():
+        if name not in found:
+            raise ValueError(f"{mistake}{name!r} is missing")
+        if not isinstance(found[name], kind):
+            wanted, came = getattr(kind, "__name__", kind), type(found[name]).__name__
+            raise ValueError(f"{mistake}{name!r} must be {wanted}, is {came}")
 
 
 def read_weights(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The weights of the head, after checking that both files are as they were written."""
     path = folder / "model.safetensors"
-    try:
-        with open(path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has no classifier: model.safetensors is missing") from None
+    if not path.is_file():
+        raise ValueError(f"{folder} has no classifier: model.safetensors is missing")
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != config.get("model_sha256"):
         raise ValueError(f"model.safetensors in {folder} is damaged or was changed: its sha256 is {found}")
     try:
@@ -148,6 +249,9 @@ def read_weights(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor
         raise ValueError(f"model.safetensors in {folder} is damaged: {error}") from error
     if config_sha256(config) != expected:
         raise ValueError(f"config.json in {folder} was changed since it was saved")
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise ValueError(f"model.safetensors in {folder} has weights that are NaN or infinite: {name}")
     return weights
 
 
@@ -184,7 +288,7 @@ says what each of them added.
 | {samples} learned from | {n["train"]} |
 | validation accuracy | {validated} |
 | encoder | `{encoder["name"]}`{revision} |
-| sha256 of the encoder's weights | `{encoder["weights_sha256"]}` |
+| sha256 of the encoder's weights | `{encoder["weights"]}` |
 | head | `{config["params"]["head"]}` |
 | vecroute | {config["vecroute"]} |
 {results}

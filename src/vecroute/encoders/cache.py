@@ -1,14 +1,13 @@
 """Hidden states on disk: computed once per text, memory-mapped, checked, safe to share and to kill."""
 
 import functools
-import hashlib
 import itertools
 import logging
 import os
 import shutil
+import sys
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from vecroute.encoders.entries import Entry, halved, header, read_entries, text_key
 from vecroute.encoders.text import TextEncoder
 
 logger = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ def default_folder() -> Path:
 class FeatureCache:
     """The hidden states of one encoder by text, in files that are written once and never changed.
 
-    A segment is a safetensors file with the hidden states of some texts, each with a checksum. It is written
-    under a temporary name and then renamed, so it is there as a whole or not at all, and two processes may
-    add segments at the same time. A segment that turns out damaged is deleted, and what was in it computed
-    again.
+    A segment is a safetensors file with the hidden states of some texts. Its header says of which encoder they
+    are, and gives dtype, shape and checksum of each. It is written under a temporary name and then renamed,
+    so it is there as a whole or not at all, and two processes may add segments at the same time. A segment
+    that is damaged or of another encoder is deleted, and its texts are computed again.
 
     Args:
         folder: where the segments of all encoders are, each in a folder of its own.
@@ -55,18 +55,20 @@ class FeatureCache:
     """
 
     def __init__(self, folder: str | os.PathLike, key: str, max_bytes: int = 20 * GIB):
-        self.folder = Path(folder)
+        self.folder, self.key = Path(folder), key
         self.own = self.folder / key[:32]
         self.own.mkdir(parents=True, exist_ok=True)
         self.max_bytes = max_bytes
         self._files: dict[Path, Any] = {}  # open segments
         self._where: dict[str, Path] = {}  # key of a text -> its segment
+        self._entries: dict[str, Entry] = {}  # what the header of the segment says of it
+        self._refused: set[Path] = set()  # damaged segments, which may be there still
         self._checked: set[str] = set()
         self._waiting: dict[str, Tensor] = {}  # not yet on the disk
         self._waiting_bytes = 0
         self._full = False
         for path in self.folder.glob("*/*.tmp"):
-            with suppress(FileNotFoundError):  # another process has just finished it
+            with suppress(OSError):  # another process has just finished it, or the folder is read-only
                 if time.time() - path.stat().st_mtime > ABANDONED_AFTER:
                     path.unlink()
         self.refresh()
@@ -74,26 +76,26 @@ class FeatureCache:
     def refresh(self) -> None:
         """Look for segments that came since, from this or another process."""
         for path in sorted(self.own.glob("*.safetensors")):
-            if path in self._files:
+            if path in self._files or path in self._refused:
                 continue
             try:
                 file = safe_open(path, "pt")
-                checksums = file.metadata()
-                keys = [key for key in file.keys() if key in checksums]  # noqa: SIM118 (no dict)
-            except (OSError, SafetensorError, TypeError) as error:
+                entries = read_entries(file.metadata() or {}, self.key)
+                if set(entries) != set(file.keys()):
+                    raise ValueError("its tensors are not those of its header")
+            except (OSError, SafetensorError, ValueError) as error:
                 self._drop(path, error)
                 continue
             self._files[path] = file
-            self._where.update(dict.fromkeys(keys, path))
+            self._where.update(dict.fromkeys(entries, path))
+            self._entries |= entries
 
     def n_pos(self, text: str) -> int | None:
         """How many positions the text has, None if it is not here."""
         key = text_key(text)
         if key in self._waiting:
             return len(self._waiting[key])
-        if key not in self._where:
-            return None
-        return self._files[self._where[key]].get_slice(key).get_shape()[0]
+        return self._entries[key].shape[0] if key in self._where else None
 
     def get(self, text: str) -> Tensor | None:
         """The hidden states [n_pos, depth, d_emb] of a text, memory-mapped; None if not here or damaged."""
@@ -105,8 +107,8 @@ class FeatureCache:
             return None
         hidden = self._files[path].get_tensor(key)  # [n_pos, depth, d_emb]
         if key not in self._checked:
-            if checksum(hidden) != self._files[path].metadata()[key]:
-                self._drop(path, "checksum differs")
+            if Entry.of(hidden) != self._entries[key]:
+                self._drop(path, "shape, dtype or checksum differs")
                 return None
             self._checked.add(key)
         return hidden
@@ -128,12 +130,14 @@ class FeatureCache:
         path = self.own / f"{uuid.uuid4().hex}.safetensors"
         temporary = path.with_suffix(".tmp")
         try:
-            save_file(self._waiting, temporary, {key: checksum(t) for key, t in self._waiting.items()})
+            entries = {key: Entry.of(hidden) for key, hidden in self._waiting.items()}
+            save_file(self._waiting, temporary, header(self.key, entries))
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             temporary.replace(path)
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             logger.warning("hidden states cannot be written to %s (%s): going on without", self.own, error)
             self._full = True
         self._waiting, self._waiting_bytes = {}, 0
@@ -151,7 +155,8 @@ class FeatureCache:
         """
         mine = {self._where[key] for key in map(text_key, using) if key in self._where}
         for path in mine:
-            os.utime(path)
+            with suppress(OSError):  # a folder that is read-only
+                os.utime(path)
         sizes: dict[Path, tuple[float, int]] = {}
         for path in self.folder.glob("*/*"):
             try:
@@ -166,18 +171,23 @@ class FeatureCache:
                 break
             if path not in mine and path.suffix == ".safetensors":
                 self._drop(path, "making room")
-                room += size
+                room += 0 if path.exists() else size
         return max(room, 0)
 
     def _drop(self, path: Path, why: object) -> None:
         logger.info("cached hidden states deleted: %s (%s)", path, why)
-        path.unlink(missing_ok=True)
+        self._refused.add(path)
+        with suppress(OSError):  # in a folder that is read-only it stays, but is not used
+            path.unlink(missing_ok=True)
         self._files.pop(path, None)
         self._where = {key: where for key, where in self._where.items() if where != path}
 
 
 class Features:
     """The hidden states of texts: from the cache where they are there, else computed when asked for.
+
+    They are the same numbers either way, on the CPU to the last bit: computed ones are rounded as the cache
+    rounds them, and go through the encoder in batches whose shape depends on the length of the text alone.
 
     Args:
         encoder: what computes them.
@@ -252,7 +262,7 @@ class Features:
         found: dict[int, Tensor] = {}
         for k in which:
             hidden = self.cache.get(self.texts[k]) if self.cache else None
-            if hidden is not None:
+            if hidden is not None and hidden.shape == self._shape(k):
                 found[k] = hidden  # [n_pos, depth, d_emb]
         missing = [k for k in dict.fromkeys(which) if k not in found]
         for k, hidden in self._encode([self.texts[k] for k in missing]):
@@ -265,10 +275,43 @@ class Features:
         mask = torch.arange(padded.shape[1]) < lengths[:, None]  # [b, n_pos]
         return padded.to(device), mask.to(device)
 
+    def _shape(self, k: int) -> tuple[int, int, int]:
+        return self.lengths[k], self.encoder.depth, self.encoder.d_emb
+
     def _encode(self, texts: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
-        for batch in self.encoder.batches(self.encoder.tokenize(texts)):
-            for row, k in enumerate(batch.which):
-                yield k, batch.hidden[row][batch.mask[row]]  # [n_pos, depth, d_emb]
+        """The hidden states [n_pos, depth, d_emb] of each text, rounded as they are stored, in any order."""
+        tokenized = self.encoder.tokenize(texts)
+        filled = self.encoder.filled if self.encoder.device.type == "cpu" else None
+        # A text of several chunks comes alone, as one of more positions than a batch is filled with.
+        long = [len(getattr(one, "chunks", "1")) > 1 for one in tokenized]
+        lengths = [sys.maxsize if long[k] else one.n_pos for k, one in enumerate(tokenized)]
+        for which in same_shapes(lengths, filled):
+            # A batch is filled up with texts that it has already, which are left out again.
+            rows = list(dict.fromkeys(which))
+            for batch in self.encoder.batches([tokenized[k] for k in which]):
+                for row, k in enumerate(batch.which):
+                    if k < len(rows):
+                        yield which[k], halved(batch.hidden[row][batch.mask[row]])  # [n_pos, depth, d_emb]
+
+
+def same_shapes(lengths: Sequence[int], filled: int | None) -> Iterator[list[int]]:
+    """Group rows of one length; if they are to be filled, each group of a length has as many rows.
+
+    Matrix products of other shapes may add up in another order. On a CPU, batches of one shape give each text
+    the same bits, whatever texts are beside it.
+
+    Args:
+        lengths: of each row.
+        filled: repeat rows until a group has about so many positions; repeated rows come last. None not to.
+    """
+    by_length: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(row)
+    for length, rows in by_length.items():
+        size = len(rows) if filled is None else max(filled // max(length, 1), 1)
+        for start in range(0, len(rows), size):
+            group = rows[start : start + size]
+            yield [group[k % len(group)] for k in range(len(group) if filled is None else size)]
 
 
 def windows(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
@@ -283,22 +326,3 @@ def windows(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
         total += size
     if group:
         yield group
-
-
-def text_key(text: Any) -> str:
-    """What a text is known by; an image, a ``Picture``, brings a key of its own."""
-    if not isinstance(text, str):
-        return text.key
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def checksum(hidden: Tensor) -> str:
-    return f"{zlib.crc32(hidden.reshape(-1).view(torch.uint8).numpy().data):08x}"
-
-
-def halved(hidden: Tensor) -> Tensor:
-    """In two bytes per number: float16, bfloat16 where the numbers are too great for it."""
-    if hidden.element_size() == 2:
-        return hidden
-    half = hidden.half()
-    return half if half.isfinite().all() else hidden.bfloat16()

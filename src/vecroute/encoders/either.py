@@ -54,4 +54,5 @@ def shared(kind: Any, name: str, stamp: tuple, device: str, **options: Any) -> A
 def folder_stamp(name: str | Path) -> tuple:
     """Changes with the files of a local folder; empty for a name."""
     files = sorted(Path(name).glob("*")) if Path(name).is_dir() else []
-    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    found = [(file.name, file.stat()) for file in files if file.is_file()]
+    return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)

@@ -81,6 +81,7 @@ class TextEncoder:
     """
 
     model: Any
+    filled = 128  # positions that each batch has where it matters which: few, since texts have many lengths
 
     def __init__(
         self,

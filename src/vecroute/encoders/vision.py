@@ -55,6 +55,7 @@ class VisionEncoder:
     """
 
     model: Any
+    filled = 1024  # positions that each batch has where it matters which; all images have one length
     max_length, stride = None, 0  # for encoders of texts: an image is always seen as a whole
 
     def __init__(

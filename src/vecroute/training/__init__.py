@@ -1,6 +1,7 @@
 """Training a head on the hidden states of a frozen encoder, and measuring its predictions."""
 
-from vecroute.training.loop import Progress, Trained, Trainer, make_accelerator, train
+from vecroute.training.checkpoint import Progress, remove_finished
+from vecroute.training.loop import Trained, Trainer, make_accelerator, train
 from vecroute.training.recipe import Recipe, Source, Task, epochs_for
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "Trainer",
     "epochs_for",
     "make_accelerator",
+    "remove_finished",
     "train",
 ]

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from vecroute.distributed import own_rows, shard_inputs
 from vecroute.encoders.loading import pick_device
 from vecroute.encoders.text import length_batches
 from vecroute.heads import RoutingHead
-from vecroute.storage import load_tensors, save_tensors
+from vecroute.storage import remove_abandoned
+from vecroute.training.checkpoint import Progress, check_tensors, read_checkpoint, save_checkpoint, set_aside
 from vecroute.training.progress import progress_bar
 from vecroute.training.recipe import Recipe, Task, epochs_for
 from vecroute.training.sampling import compact, drop_features, drop_inputs, mix, seeded, shuffled_batches
@@ -35,18 +36,6 @@ FEWEST_TO_JUDGE_BY = 100  # validation samples; fewer are measured, but nothing 
 BATCH_BYTES = 128 * 1024**2  # of padded hidden states that go through the head at once
 CHECKPOINT_SECONDS = 5.0
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW
-
-
-@dataclass
-class Progress:
-    """How far training is; with the tensors of a checkpoint, all that is needed to go on."""
-
-    epoch: int = 0
-    step: int = 0  # in the epoch
-    loss: float = 0.0  # sum over the steps of the epoch
-    best: float = 0.0  # greatest validation accuracy so far
-    kept: int = -1  # epoch whose weights are kept
-    history: list[dict[str, float]] = field(default_factory=list)
 
 
 class Trained(NamedTuple):
@@ -72,8 +61,9 @@ def train(
         head: hidden states [b, n_pos, depth, d_emb] and mask [b, n_pos, depth] -> scores [b, n_cls].
         task: what is to be learned.
         recipe: how.
-        checkpoint: a file to go on from if it is there, and to write now and then. Whoever goes on from it
-            gets the weights that an undisturbed run would have given.
+        checkpoint: a file to go on from if it is there, and to write now and then and at the end. A run that
+            goes on from it ends with the weights of an undisturbed run. A damaged one is set aside, under the
+            name ``<checkpoint>.damaged``, and training starts again.
         checkpoint_seconds: time between two checkpoints, None for 5.
         accelerator: None to make one.
         show: a progress bar.
@@ -117,7 +107,8 @@ class Trainer:
         self.steps = math.ceil(batches / self.world)  # in an epoch
         self.epochs = recipe.max_epochs or epochs_for(self.steps, task.targets.shape[1])
         self.saved_at = time.monotonic()
-        if checkpoint is not None and checkpoint.exists():
+        if checkpoint is not None:
+            remove_abandoned(checkpoint)
             self.load()
 
     def run(self, show: bool) -> Trained:
@@ -132,6 +123,9 @@ class Trainer:
                     bar(progress.epoch * self.steps + progress.step, **self.shown())
                     self.save()
                 self.end_epoch()
+        if not progress.finished:
+            progress.finished = True
+            self.save(due=True)
         with torch.no_grad():
             for name, parameter in self.given.named_parameters():
                 parameter.copy_(self.kept[name])
@@ -280,29 +274,57 @@ class Trainer:
         about += [task.key, task.train, task.valid, task.targets.tolist(), weight, task.multi_label]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
-    def save(self) -> None:
-        due = time.monotonic() - self.saved_at >= self.checkpoint_seconds
+    def save(self, due: bool = False) -> None:
+        """Write a checkpoint if it is time for one."""
+        due = due or time.monotonic() - self.saved_at >= self.checkpoint_seconds
         if self.checkpoint is None or not due or not self.accelerator.is_main_process:
             return
+        save_checkpoint(self.checkpoint, self.key(), self.progress, self.state())
+        self.saved_at = time.monotonic()
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors of a checkpoint."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.head.named_parameters():
             tensors |= {f"head.{name}": parameter, f"average.{name}": self.average[name]}
             tensors |= {f"kept.{name}": self.kept[name]}
-            moments = self.optimizer.state[parameter]
+            moments = self.optimizer.state.get(parameter) or new_moments(parameter)
             tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS}
-        about = {"kind": "checkpoint", "run": self.key(), "progress": asdict(self.progress)}
-        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(self.checkpoint, tensors, about)
-        self.saved_at = time.monotonic()
+        return tensors
 
     def load(self) -> None:
-        tensors, about = load_tensors(self.checkpoint, "checkpoint")
-        if about["run"] != self.key():
-            raise ValueError(
-                f"checkpoint {self.checkpoint} belongs to a run with other data or settings: "
-                "delete it, or choose another place"
-            )
-        self.progress = Progress(**about["progress"])
+        """Go on from the checkpoint, if there is one that is whole.
+
+        Raises:
+            ValueError: it belongs to another run.
+        """
+        path: Path = self.checkpoint
+        if not path.exists():
+            return
+        damage: Exception | None = None
+        try:
+            run, progress, tensors = read_checkpoint(path)
+            if run == self.key():
+                progress.check(self.epochs, self.steps)
+                check_tensors(tensors, self.state())
+        except (ValueError, OSError) as error:
+            damage = error
+        else:
+            if run != self.key():
+                raise ValueError(
+                    f"checkpoint {path} belongs to a run with other data or settings: "
+                    "delete it, or choose another place"
+                )
+        damaged = torch.tensor(float(damage is not None), device=self.accelerator.device)
+        if self.accelerator.reduce(damaged):  # all processes go on from it, or none
+            if self.accelerator.is_main_process:
+                set_aside(path, damage)
+            return
+        self.restore(progress, tensors)
+        logger.info("going on from %s: epoch %d, step %d", path, progress.epoch + 1, progress.step)
+
+    def restore(self, progress: Progress, tensors: dict[str, Tensor]) -> None:
+        self.progress = progress
         with torch.no_grad():
             for name, parameter in self.head.named_parameters():
                 parameter.copy_(tensors[f"head.{name}"])
@@ -311,12 +333,12 @@ class Trainer:
                 self.optimizer.state[parameter] = {
                     moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS
                 }
-        logger.info(
-            "going on from %s: epoch %d, step %d",
-            self.checkpoint,
-            self.progress.epoch + 1,
-            self.progress.step,
-        )
+
+
+def new_moments(parameter: Tensor) -> dict[str, Tensor]:
+    """What AdamW knows of a parameter before its first step."""
+    zeros = torch.zeros_like(parameter)
+    return {"step": torch.zeros((), device=parameter.device), "exp_avg": zeros, "exp_avg_sq": zeros}
 
 
 def make_accelerator(device: str | torch.device | None = None) -> Accelerator:
