@@ -361,6 +361,8 @@ def test_a_checkpoint_belongs_to_its_texts(quick, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="belongs to a run with other data or settings"):
         quick.fit([*TEXTS[:-1], "another text"], LABELS)
     assert quick.fit(TEXTS, LABELS).predict(["good"]).size == 1
+    assert (tmp_path / "checkpoint").exists()  # until what was trained is safe
+    quick.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "checkpoint").exists()
 
 

@@ -4,9 +4,11 @@ import fcntl
 import io
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -296,6 +298,62 @@ def test_a_file_that_shrinks(when, tmp_path):
         next(chunks)
     cut(path, N_INP * D_INP * 4)
     with pytest.raises(ValueError, match=r"x\.npy has changed since it was opened"):
+        list(chunks)
+
+
+def overwrite_keeping_the_time(path):
+    """Other numbers in the same place, and the time of change set back, as some tools do."""
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(status.st_size // 2)
+        file.write(b"\1" * 64)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns
+
+
+@pytest.mark.parametrize("when", ["before", "between passes", "within a pass"])
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "raw", "memmap"])
+def test_a_file_that_is_overwritten_with_its_time_restored(kind, when, tmp_path):
+    x = vectors()
+    path = tmp_path / f"x.{kind}"
+    if kind in ("npy", "memmap"):
+        path = as_npy(tmp_path, x)
+    elif kind == "safetensors":
+        save_file({"x": x}, path)
+    else:
+        path.write_bytes(x.numpy().tobytes())
+    time.sleep(0.02)  # more than a step of the system's clock
+    options = {"d_inp": D_INP, "dtype": x.dtype} if kind == "raw" else {}
+    source = open_vectors(np.load(path, mmap_mode="r") if kind == "memmap" else path, **options)
+    chunks = source.chunks(4)
+    if when == "within a pass":
+        next(chunks)
+    elif when == "between passes":
+        list(source.chunks(4))
+    overwrite_keeping_the_time(path)
+    with pytest.raises(ValueError, match="has changed since it was opened"):
+        list(chunks)
+
+
+def test_a_file_that_is_overwritten_within_a_step_of_the_clock(tmp_path, monkeypatch):
+    path = as_npy(tmp_path, vectors())
+    before = path.stat()
+    source = open_vectors(path)
+    path.write_bytes(path.read_bytes()[:-4] + b"\1\1\1\1")
+    monkeypatch.setattr(files.os, "fstat", lambda _: before)
+    with pytest.raises(ValueError, match="has changed since it was opened"):
+        list(source.chunks(4))
+
+
+def test_a_parquet_file_that_is_overwritten_while_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "x.parquet"
+    rows = [row.numpy() for row in vectors()]
+    pd.DataFrame({"x": rows}).to_parquet(path)
+    time.sleep(0.02)
+    chunks = open_vectors(path).chunks(4)
+    next(chunks)
+    overwrite_keeping_the_time(path)
+    with pytest.raises(ValueError, match=r"has changed since it was opened|cannot be read"):
         list(chunks)
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.helpers.tiny_models import KINDS, save_tiny
-from vecroute.encoders import TextEncoder, loading
+from vecroute.encoders import TextEncoder, finding, identity
 from vecroute.encoders.text import length_batches
 
 LONG = "A  warm, witty film.  It's   not dull! " * 9
@@ -238,7 +238,8 @@ def test_minilm_is_found_installed_and_checked(monkeypatch):
 
 def test_minilm_comes_from_the_hub_where_the_package_is_not_installed(monkeypatch):
     monkeypatch.setattr(finding, "MINILM_PACKAGE", "no_such_package_of_weights")
-    assert loading.find_minilm() == "sentence-transformers/all-MiniLM-L6-v2"
+    with pytest.raises(ValueError, match="'sentence-transformers/all-MiniLM-L6-v2' could not be loaded"):
+        finding.find("minilm", None)
 
 
 def test_loading_is_silent(bert):

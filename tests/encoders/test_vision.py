@@ -10,7 +10,7 @@ import transformers
 from PIL import Image
 
 from tests.helpers.tiny_vision import KINDS, save_tiny_vision
-from vecroute.encoders import VisionEncoder, loading
+from vecroute.encoders import VisionEncoder, finding
 from vecroute.encoders.cache import FeatureCache, Features
 from vecroute.io.images import Picture, check_images
 

@@ -22,8 +22,9 @@ from vecroute.classifier.labels import (
     examples,
     split,
 )
-from vecroute.encoders.cache import FeatureCache, Features, default_folder, text_key, windows
+from vecroute.encoders.cache import FeatureCache, Features, default_folder, windows
 from vecroute.encoders.either import is_of_images, load_encoder
+from vecroute.encoders.entries import text_key
 from vecroute.encoders.identity import difference
 from vecroute.encoders.text import Batch
 from vecroute.encoders.vision import VisionEncoder
@@ -369,7 +370,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         found = self.encoder_.identity
         if found != self.identity_ and (differs := difference(self.identity_, found)):
             raise ValueError(
-                f"encoder {self.encoder_.name!r} is not the one that this classifier was fitted with: {differs}"
+                f"encoder {self.encoder_.name!r} is not the one this classifier was fitted with: {differs}"
             )
         return self.encoder_, self.head_
 

@@ -81,13 +81,15 @@ def check_place(folder: Path, overwrite: bool, inside: Path | None = None) -> No
     if not names and (overwrite or inside is not None):
         return
     if not overwrite:
-        raise ValueError(f"{folder} exists: choose another folder, or replace what is there (overwrite=True)")
+        raise ValueError(f"{folder} exists: choose another folder, or remove it first (or overwrite=True)")
     if others := sorted(names - FILES):
         raise ValueError(f"{folder} is not replaced: {others[0]!r} in it is not of a classifier")
     try:
         read_config(folder)
     except ValueError as error:
-        raise ValueError(f"{folder} is not replaced, since it is no folder of a classifier: {error}") from error
+        raise ValueError(
+            f"{folder} is not replaced, since it is no folder of a classifier: {error}"
+        ) from error
 
 
 def place_inside(encoder: str, folder: Path) -> Path | None:

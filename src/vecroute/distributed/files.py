@@ -4,6 +4,7 @@ import json
 import math
 import mmap
 import os
+import zlib
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,12 +52,12 @@ class FileVectors:
         self.row_bytes = d_inp * dtype.itemsize
         self.direct = 2 * self.n_inp * self.row_bytes > memory_bytes()
         self.stamps = [stamp(segment.path) for segment in segments]
-        for segment, (size, _) in zip(segments, self.stamps, strict=True):
+        for segment, before in zip(segments, self.stamps, strict=True):
             end = segment.offset + segment.n_inp * self.row_bytes
-            if size < end:
+            if before.size < end:
                 shape = f"[{segment.n_inp}, {d_inp}] of {dtype}"
                 raise ValueError(
-                    f"{segment.path} is cut short: {shape} ends at byte {end}, the file at {size}"
+                    f"{segment.path} is cut short: {shape} ends at byte {end}, the file at {before.size}"
                 )
 
     def chunks(self, rows: int, pinned: bool = False) -> Generator[Tensor]:
@@ -87,7 +88,7 @@ def aligned(size: int, pinned: bool) -> Tensor:
     return memory[-memory.data_ptr() % BLOCK :][:size]
 
 
-def read(path: Path, before: tuple[int, int], begin: int, size: int, buffer: Tensor, direct: bool) -> Tensor:
+def read(path: Path, before: "Stamp", begin: int, size: int, buffer: Tensor, direct: bool) -> Tensor:
     """So many bytes of a file, [size], which are then in the buffer, from somewhere in its first block on.
 
     Args:
@@ -129,12 +130,15 @@ class told:
         before: what ``stamp`` has said of the file, None if it has not been opened yet.
     """
 
-    def __init__(self, path: Path, before: tuple[int, int] | None = None):
+    def __init__(self, path: Path, before: "Stamp | None" = None):
         self.path, self.before = path, before
 
     def __enter__(self) -> None:
         if not self.path.is_file():
             raise FileNotFoundError(f"there is no file {self.path}")
+        self.check()
+
+    def check(self) -> None:
         if self.before not in (None, stamp(self.path)):
             raise ValueError(f"{self.path} has changed since it was opened")
 
@@ -142,6 +146,8 @@ class told:
         arrow = kind is not None and kind.__module__.startswith("pyarrow")
         if arrow or isinstance(error, OSError | UnicodeDecodeError):
             raise ValueError(f"{self.path} cannot be read: {error}") from error
+        if kind is None:
+            self.check()  # it may have changed in the meantime
 
 
 def memory_bytes() -> int:
@@ -209,7 +215,25 @@ def torch_dtype(dtype: Any, where: object = "x_inp") -> torch.dtype:
     return found
 
 
-def stamp(path: Path) -> tuple[int, int]:
-    """Size and time of change of a file."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+class Stamp(NamedTuple):
+    """What a file is known by while it is read again and again.
+
+    A program that writes to a file and then restores its time of change cannot restore the time of its last
+    change of any kind (``st_ctime``), which systems count in steps of some milliseconds; within such a step,
+    the first and the last bytes tell.
+    """
+
+    size: int
+    modified: int  # in nanoseconds, as ``os.utime`` can set it
+    changed: int  # in nanoseconds, as the system alone sets it
+    inode: int
+    ends: int  # checksum of the first and the last bytes
+
+
+def stamp(path: Path) -> Stamp:
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        ends = zlib.crc32(file.read(BLOCK))
+        file.seek(max(status.st_size - BLOCK, 0))
+        ends = zlib.crc32(file.read(BLOCK), ends)
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, ends)

@@ -11,6 +11,7 @@ from torch import Tensor
 from vecroute.distributed.files import (
     FileVectors,
     Segment,
+    Stamp,
     mapped,
     npy_head,
     safetensors_head,
@@ -48,7 +49,7 @@ class ParquetVectors:
     def __init__(self, paths: Sequence[Path], column: str | None):
         parquet = self.parquet = require("pyarrow.parquet", "cli")
         self.paths, self.n_inp, self.d_inp = paths, 0, 0
-        self.stamps: list[tuple[int, int]] = []
+        self.stamps: list[Stamp] = []
         for path in paths:
             with told(path), parquet.ParquetFile(path) as file:
                 self.stamps.append(stamp(path))

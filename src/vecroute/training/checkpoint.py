@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,11 @@ class Progress:
         Raises:
             ValueError: naming what cannot be.
         """
-        for entry in fields(self):
-            value, kind = getattr(self, entry.name), type(entry.default)
-            if entry.name != "history" and (type(value) is not kind or not math.isfinite(value)):
-                raise ValueError(f"{entry.name} is {value!r}")
+        kinds = {"epoch": int, "step": int, "loss": float, "best": float, "kept": int, "finished": bool}
+        for name, kind in kinds.items():
+            value: Any = getattr(self, name)
+            if type(value) is not kind or not math.isfinite(value):
+                raise ValueError(f"{name} is {value!r}")
         limits = {"epoch": (0, epochs), "step": (0, steps), "kept": (-1, self.epoch), "best": (0, 1)}
         for name, (least, most) in limits.items():
             if not least <= getattr(self, name) <= most:
