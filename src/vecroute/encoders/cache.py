@@ -41,9 +41,9 @@ class FeatureCache:
     """The hidden states of one encoder by text, in files that are written once and never changed.
 
     A segment is a safetensors file with the hidden states of some texts. Its header names the encoder, and
-    gives dtype, shape and checksum of each text's hidden states. It is written under a temporary name and then renamed,
-    so it is there as a whole or not at all, and two processes may add segments at the same time. A segment
-    that is damaged or of another encoder is deleted, and its texts are computed again.
+    gives the dtype, the shape and a checksum for each text. It is written under a temporary name and then
+    renamed, so it is there as a whole or not at all, and two processes may add segments at the same time. A
+    segment that is damaged or of another encoder is deleted, and its texts are computed again.
 
     Args:
         folder: where the segments of all encoders are, each in a folder of its own.

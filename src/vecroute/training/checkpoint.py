@@ -34,7 +34,8 @@ class Progress:
         Raises:
             ValueError: naming what cannot be.
         """
-        kinds = {"epoch": int, "step": int, "loss": float, "best": float, "kept": int, "finished": bool}
+        kinds: dict[str, Any] = {"epoch": int, "step": int, "kept": int}
+        kinds |= {"loss": float, "best": float, "finished": bool}
         for name, kind in kinds.items():
             value: Any = getattr(self, name)
             if type(value) is not kind or not math.isfinite(value):
@@ -50,19 +51,10 @@ class Progress:
                 raise ValueError(f"history has {row!r}")
 
 
-def save_checkpoint(path: Path, run: str, progress: Progress, tensors: dict[str, Tensor]) -> bool:
-    """Write a checkpoint; a disk that is full is told, and no reason to stop.
-
-    Returns:
-        Whether it was written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(path, tensors, {"kind": KIND, "run": run, "progress": asdict(progress)})
-    except OSError as error:
-        logger.warning("no checkpoint can be written to %s (%s): going on without", path, error)
-        return False
-    return True
+def save_checkpoint(path: Path, run: str, progress: Progress, tensors: dict[str, Tensor]) -> None:
+    """Write a checkpoint, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_tensors(path, tensors, {"kind": KIND, "run": run, "progress": asdict(progress)})
 
 
 def read_checkpoint(path: Path) -> tuple[str, Progress, dict[str, Tensor]]:

@@ -106,7 +106,7 @@ class Trainer:
         batches = math.ceil(len(task.train) / recipe.batch_size)
         self.steps = math.ceil(batches / self.world)  # in an epoch
         self.epochs = recipe.max_epochs or epochs_for(self.steps, task.targets.shape[1])
-        self.saved_at = time.monotonic()
+        self.saved_at, self.writable = time.monotonic(), True
         if checkpoint is not None:
             remove_abandoned(checkpoint)
             self.load()
@@ -279,7 +279,14 @@ class Trainer:
         due = due or time.monotonic() - self.saved_at >= self.checkpoint_seconds
         if self.checkpoint is None or not due or not self.accelerator.is_main_process:
             return
-        save_checkpoint(self.checkpoint, self.key(), self.progress, self.state())
+        try:
+            save_checkpoint(self.checkpoint, self.key(), self.progress, self.state())
+        except OSError as error:  # a full disk is no reason to stop, and told once
+            if self.writable:
+                logger.warning(
+                    "checkpoint %s cannot be written (%s): going on without", self.checkpoint, error
+                )
+            self.writable = False
         self.saved_at = time.monotonic()
 
     def state(self) -> dict[str, Tensor]:
