@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,14 @@ SOURCE = "source"
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(\))")
 LANGUAGES = {".py": "python", ".cu": "cpp", ".md": "markdown", ".yml": "yaml", ".toml": "toml", ".sh": "bash"}
 MOST_LINES = 1000
+# Notebooks kept as text: they run while the site is built.
+TUTORIALS = "tutorials"
 TITLED = re.compile(r'^```python title="(src/[^"]+)"\n(.*?)^```', re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config) -> Files:
     """Add the pages at the root of the repository, and one for each file of it that some page links to."""
+    sys.path.append(str(ROOT / "scripts"))  # here, since MkDocs restores the path after it loaded this file
     for name, uri in AT_ROOT.items():
         files.append(generated(config, uri, moved((ROOT / name).read_text())))
     pages = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
@@ -91,11 +95,21 @@ def add_source(files: Files, config, path: str) -> None:
 
 
 def on_page_markdown(markdown: str, page, config, files: Files) -> str:
-    """Point links at the pages that show files of the repository."""
+    """Run a tutorial, and point links at the pages that show files of the repository."""
     uri = page.file.src_uri
     if uri.startswith(f"{SOURCE}/"):
         return markdown
     here = posixpath.dirname(uri) or "."
+    if "<!-- diagram: " in markdown:
+        from diagrams import DIAGRAMS
+
+        markdown = re.sub(r"<!-- diagram: (\w+) -->", lambda match: DIAGRAMS[match[1]](), markdown)
+    if here == TUTORIALS and python_in(markdown):
+        from notebooks import with_outputs
+
+        markdown, shown = with_outputs(markdown, posixpath.splitext(posixpath.basename(uri))[0])
+        for name, content in shown.items():
+            files.append(generated(config, f"{TUTORIALS}/{name}", content))
 
     def point(match: re.Match) -> str:
         target = source_uri(repository_path(uri, match[2]))
@@ -112,6 +126,10 @@ def on_page_markdown(markdown: str, page, config, files: Files) -> str:
         return f"```python\n{code}```\n\n{where}\n"
 
     return LINK.sub(point, TITLED.sub(place, markdown))
+
+
+def python_in(markdown: str) -> bool:
+    return "```python\n" in markdown
 
 
 def line_of(path: str, code: str) -> int:
