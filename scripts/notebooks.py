@@ -42,7 +42,7 @@ def with_outputs(text: str, name: str) -> tuple[str, dict[str, bytes]]:
                 parts.append(FRAME.format(f"{name}-{number}.html"))
             elif output.get("name") != "stderr":
                 plain = output.get("text") or shown.get("text/plain", "")
-                parts.append(f"```text\n{plain.rstrip()}\n```\n{{ .output }}")
+                parts.append(f"```{{ .text .output }}\n{plain.rstrip()}\n```")
     return "\n\n".join(parts) + "\n", files
 
 
