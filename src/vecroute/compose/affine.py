@@ -1,14 +1,16 @@
 """Parts of a network as affine maps: with phi, scales and gates held fixed as they are at x."""
 
 from collections.abc import Callable
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
 
-from vecroute.compose.gates import Gates, with_value
+from vecroute.compose.gates import Gates, check_affine_marks, split_of
 from vecroute.compose.masks import Masks, used
 from vecroute.compose.modules import PerVector, check_independent_votes, check_one_tensor, module_name
 from vecroute.compose.probe import check_affine, check_independent
+from vecroute.compose.rules import with_value
 from vecroute.layers import GeneralRouting, VectorRouting
 from vecroute.layers.general import call_network
 from vecroute.ops.common import compute_dtype, normalize
@@ -23,21 +25,22 @@ def hold(parts: list[Affine], module: nn.Module, x: Tensor, masks: Masks) -> Ten
 
     Args:
         parts: to which the affine map is appended.
-        module: a ``PerVector`` or a routing.
+        module: a ``PerVector``, a routing, or a module of standard operations.
         x: [..., i, d] its input.
         masks: of its input.
 
     Raises:
-        ValueError: the module is not affine in each vector, once its gates and scales are held.
+        ValueError: the module is not affine, once its gates and scales are held.
     """
     check_one_tensor(module, x)
     if isinstance(module, PerVector):
         x_out, affine = _hold_per_vector(module, x, masks)
     elif isinstance(module, VectorRouting):
         x_out, affine = _hold_vector_routing(module, x, masks)
-    else:
-        assert isinstance(module, GeneralRouting)  # nothing else passes check_network
+    elif isinstance(module, GeneralRouting):
         x_out, affine = _hold_general_routing(module, x, masks)
+    else:
+        x_out, affine = _hold_module(module, x, masks)
     parts.append(affine)
     return x_out
 
@@ -49,11 +52,35 @@ def _hold_per_vector(module: PerVector, x: Tensor, masks: Masks) -> tuple[Tensor
         return gates.run(lambda x: module(x, masks.input_mask), x)  # [..., i, h]
 
     x = x.view_as(x)  # [..., i, d], for a hook of its own
-    x_out = affine(x, None)  # [..., i, h]
+    with split_of(module_name(module)):
+        x_out = affine(x, None)  # [..., i, h]
+        check_affine_marks(x_out, or_held=True)
     _stop_gradients_of_nothing(x, x_out)
     check_independent(module_name(module), module.module, x, module.probed)
     check_affine(module_name(module), module.module, x, module.probed)
     return x_out, affine
+
+
+def _hold_module(module: Callable[..., Tensor], x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
+    """A module of standard operations, [..., i, d] -> [..., j, h] or [..., j], which may mix vectors."""
+    gates = Gates()
+    given = () if masks.input_mask is None else (masks.input_mask,)
+    if given and "input_mask" not in signature(getattr(module, "forward", module)).parameters:
+        raise ValueError(f"input_mask: the forward of {module_name(module)} takes none")
+
+    def affine(x: Tensor, unit: Tensor | None) -> Tensor:
+        with split_of(module_name(module)):
+            x_out = gates.run(lambda x: module(x, *given), x)  # [..., j] or [..., j, h]
+        return x_out[..., None] if x_out.dim() == x.dim() - 1 else x_out  # [..., j, h]
+
+    with split_of(module_name(module)):
+        x_out = gates.run(lambda x: module(x, *given), x)  # [..., j] or [..., j, h]
+        if not isinstance(x_out, Tensor) or x_out.dim() not in (x.dim() - 1, x.dim()):
+            came = list(x_out.shape) if isinstance(x_out, Tensor) else type(x_out).__name__
+            expected = f"[..., j] or [..., j, h] of x_inp {list(x.shape)}"
+            raise ValueError(f"{module_name(module)} must return a tensor {expected}, got {came}")
+        check_affine_marks(x_out)
+    return (x_out[..., None] if x_out.dim() == x.dim() - 1 else x_out), affine
 
 
 def _stop_gradients_of_nothing(x: Tensor, x_out: Tensor) -> None:

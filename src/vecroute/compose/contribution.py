@@ -1,20 +1,18 @@
-"""Contributions: what each input adds to an output of a network of routings, in the units of that output.
+"""Contributions: what each input adds to an output of a network, in the units of that output.
 
-With phi, the scales of normalisations and the gates of per-vector modules held fixed, a network of routings
-is affine in its inputs: output = base + sum_i contribution_i, exactly.
+With phi, attention weights, the scales of normalisations and the gates of activations held fixed, a network is
+affine in its inputs: output = base + sum_i contribution_i, exactly.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vecroute.compose.affine import Affine, hold
 from vecroute.compose.credit import as_int, check_batch, check_groups, to_numpy
-from vecroute.compose.masks import Masks, check_not_nested, leaves, masks_of, used
-from vecroute.compose.modules import Network, PerVector, check_network, check_pair_mask, group_of
+from vecroute.compose.held import Held
 from vecroute.ops.checks import check_choice
 from vecroute.ops.group import total
 from vecroute.storage import load_tensors, require, save_tensors
@@ -87,17 +85,19 @@ def contributions(
     input_mask: Any = None,
     pair_mask: Any = None,
 ) -> Contributions:
-    """Split an output of a network of routings into what each input adds to it and a base, exactly.
+    """Split an output of a network into what each input adds to it and a base, exactly.
 
         output = base + sum_i values_i
 
-    ``values_i`` is the gradient times x_i, and ``base`` the output at x = 0, both with phi, scales and gates
-    held fixed as they are at x. It takes one forward pass, one of the affine network at x = 0, and one
+    ``values_i`` is the gradient times x_i, and ``base`` the output at x = 0, both with phi, attention weights,
+    scales and gates held fixed as they are at x. It takes one forward pass, one of the affine network at x = 0, and one
     backward pass for each requested output; no graph is kept. The sum is exact to rounding, 1e-5 in float32
     outside of autocast.
 
     Args:
-        network: a routing, or routings and per-vector modules composed with ``Sequential`` and its kin.
+        network: a routing; routings and other modules composed with ``Sequential`` and its kin; a head, which
+            takes hidden states [..., n_pos, depth, d_emb] with i = position * depth + level; or any module of
+            standard operations that returns [..., j] or [..., j, h].
         x_inp: [..., i, d], or a tuple as the network takes it, whose inputs i follow one another.
         output: the output j, one for all samples or a tensor [...] with one for each; None for all outputs.
         margin: an output to subtract, for the margin between two.
@@ -106,34 +106,32 @@ def contributions(
         input_mask, pair_mask: as in ``forward``; unused inputs contribute 0.
 
     Raises:
-        TypeError: a part of the network is neither a routing nor a composition.
-        ValueError: a part mixes vectors, or is not affine with gates and scales held; or a wrong argument.
+        TypeError: a part of the network is a ``MatrixRouting``, or no module.
+        ValueError: an operation that is not affine and that no rule holds fixed; a ``PerVector`` that mixes
+            vectors; or a wrong argument.
     """
-    check_network(network)
     check_choice("bias", bias, ("base", "votes"))
-    check_not_nested(x_inp)
-    masks = masks_of(x_inp, input_mask, pair_mask)
-    for t in leaves(x_inp):
-        if t.shape[:-2].numel() == 0:
-            raise ValueError(f"x_inp must have at least one sample, got {list(t.shape)}")
-    parts: list[Affine] = []
     with torch.inference_mode(False), torch.enable_grad():
-        x = _map(_leaf, x_inp, masks)
-        inputs, votes = leaves(x), bias == "votes"  # [..., i, d] each
-        units = [torch.ones_like(t[..., 0], requires_grad=True) for t in inputs if votes]  # [..., i] each
-        at_one = _with_units(masks, iter(units))
-        x_out = _run(network, x, at_one, lambda *part: hold(parts, *part))  # [..., j, h]
-        check_pair_mask(network, masks)
-        target = _select(x_out, output, margin)  # [...]
-        values = _gradient_times_input(target, inputs, units)  # [..., i]
+        held = Held(network, x_inp, input_mask, pair_mask, votes=bias == "votes")
+        target = select(held.x_out, output, margin)  # [...]
+        values = _gradient_times_input(target, held.inputs, held.units)  # [..., i]
     with torch.no_grad():
-        zeros = _map(lambda t, _: torch.zeros_like(t), x, masks)
-        at_zero = _with_units(masks, map(torch.zeros_like, units))
-        held = iter(parts)
-        x_out = _run(network, zeros, at_zero, lambda _, t, m: next(held)(t, m.unit))  # [..., j, h]
-        base, target = _select(x_out, output, margin), target.detach()  # [...] each
-        error = completeness_error(values, base, target, group_of(network))  # [...]
+        base, target = select(held.at_zero(), output, margin), target.detach()  # [...] each
+        error = completeness_error(values, base, target, held.group)  # [...]
+        if held.foreign:
+            check_complete(held.name, error, target.dtype)
         return Contributions(values, base, target, error)
+
+
+def check_complete(name: str, error: Tensor, dtype: torch.dtype) -> None:
+    """Raise where contributions miss the output by more than rounding: the rules did not see an operation."""
+    if not error.numel() or error.max() <= torch.finfo(dtype).eps ** 0.5:
+        return
+    raise ValueError(
+        f"{name} cannot be split into contributions: they miss its output by {error.max():.2g} of their size. "
+        "It mixes samples, or it computes in a way that torch functions do not show (autograd.Function, "
+        "compiled code): write that part with standard operations, or hold its result fixed with .detach()"
+    )
 
 
 def completeness_error(values: Tensor, base: Tensor, output: Tensor, group: str = "") -> Tensor:
@@ -145,23 +143,6 @@ def completeness_error(values: Tensor, base: Tensor, output: Tensor, group: str 
     error = (sums + base - output).abs()  # [...]
     scale = magnitudes + base.abs()  # [...]
     return torch.where(error == 0, 0.0, error / scale)  # [...]
-
-
-def _leaf(x: Tensor, masks: Masks) -> Tensor:
-    """The used inputs [..., i, d] as a leaf of a graph."""
-    x = used(x.detach(), masks.input_mask)  # [..., i, d]
-    return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
-
-
-def _run(network: nn.Module, x: Any, masks: Any, part: Callable[..., Tensor]) -> Tensor:
-    """The network with ``part(module, x, masks)`` in place of each routing and per-vector module."""
-
-    def visit(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, None]:
-        if isinstance(module, Network) and not isinstance(module, PerVector):
-            return module.run(x, masks, visit)[0], None
-        return part(module, x, masks), None
-
-    return visit(network, x, masks)[0]
 
 
 def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Sequence[Tensor]) -> Tensor:
@@ -189,7 +170,7 @@ def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Seque
     return torch.stack(rows, -2).reshape(*target.shape, -1)  # [..., k, i] as the target is, then i
 
 
-def _select(x_out: Tensor, output: int | Tensor | None, margin: int | Tensor | None) -> Tensor:
+def select(x_out: Tensor, output: int | Tensor | None, margin: int | Tensor | None) -> Tensor:
     """The outputs asked for out of x_out [..., j, h]: [...], [..., j], [..., h] or [..., j, h]."""
     if output is not None:
         difference = _pick("output", x_out, output)  # [..., h]
@@ -213,15 +194,3 @@ def _pick(name: str, x_out: Tensor, j: int | Tensor) -> Tensor:
         raise ValueError(f"{name} must be one of 0, ..., n_out - 1 = {n_out - 1}, got {j.tolist()}")
     index = (j.long() % n_out).expand(batch)[..., None, None]  # [..., 1, 1]
     return x_out.gather(-2, index.expand(*batch, 1, x_out.shape[-1]))[..., 0, :]  # [..., h]
-
-
-def _map(f: Callable[[Any, Masks], Any], x: Any, masks: Any) -> Any:
-    """f of each tensor in x and its masks, in the same nested tuples."""
-    if isinstance(masks, Masks):
-        return f(x, masks)
-    return tuple(_map(f, *pair) for pair in zip(x, masks, strict=True))
-
-
-def _with_units(masks: Any, units: Iterator[Tensor]) -> Any:
-    """The masks, each with the next of the units while there are any."""
-    return _map(lambda m, _: m._replace(unit=next(units, None)), masks, masks)

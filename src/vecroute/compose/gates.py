@@ -1,161 +1,269 @@
 """Hold the gates and scales of a module fixed, so that it becomes affine in its input.
 
 An activation such as GELU is its argument times a gate, f(u) = (f(u) / u) u; a normalisation is a linear map
-times a scale; a sigmoid or a softmax is a gate by itself. Run under ``Gates``, a module computes what it
-always computes, but its gradient sees gates and scales as constants; run again, on another input, it keeps
-them.
+times a scale; attention is a mean with weights; a sigmoid or a softmax is a gate by itself. Run under
+``Gates``, a module computes what it always computes, but its gradient sees gates, weights and scales as
+constants; run again, on another input, it keeps them.
+
+Every tensor that depends on x carries a mark on its way. What is neither affine in x nor held fixed is marked
+with the operation that made it. That is no error as long as it ends in a gate, as the scores of attention do.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# A value, and the affine map with gates and scales held that has this value here.
-Held = tuple[Tensor, Callable[..., Tensor]]
+from vecroute.compose import rules
+from vecroute.compose.rules import NotAffine
+
+# What is known of a tensor that depends on x; any other mark names the operation that is not affine.
+AFFINE = "affine"
+GATE = "gate"  # affine, and an activation: in a product it is the gate
+HELD = "held"
+
+
+class Step(NamedTuple):
+    """One call of the first run with an argument that depends on x."""
+
+    name: str
+    affine: Callable[..., Any] | None  # what later runs call in its place; None: the operation itself
+    mark: str
 
 
 class Gates(TorchFunctionMode):
-    """Gates and scales of one module: taken from its first run, held in every later one."""
+    """Gates and scales of one module: taken from its first run, held in every later one.
 
-    def __init__(self) -> None:
+    Args:
+        source: a weight such as the table of word embeddings. The first run then makes what an operation
+            computes with this weight its x; ``x`` is this tensor afterwards.
+    """
+
+    def __init__(self, source: Tensor | None = None) -> None:
         super().__init__()
-        self.held: list[Callable[..., Tensor] | None] = []  # in the order of calls; None: nothing to hold
+        self.source, self.x = source, torch.empty(0)
+        self.steps: list[Step] = []
         self.calls: int | None = None  # how many of them this run has used; None in the first run
 
-    def run(self, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def run(self, module: Callable[[Tensor], Any], x: Tensor) -> Any:
         """The value of module(x) in the first run, that of the affine map it has become in later ones."""
+        x = x.clone()  # for a mark of its own, and for modules that work in place
         with self:
-            x_out = module(_mark(x.view_as(x), "x"))
-        self.calls = 0
+            x_out = module(_mark(x, AFFINE))
+        self._end()
         return x_out
+
+    def run_from_source(self, module: Callable[[], Any], x: Tensor | None = None) -> Any:
+        """The same for a module that computes x itself, by the ``source``; x is given in later runs."""
+        self.given, self.met = x, 0
+        with self:
+            x_out = module()
+        if self.met != 1:
+            raise NotAffine(f"its embeddings, which it computes {self.met} times in a run,")
+        self._end()
+        return x_out
+
+    def _end(self) -> None:
+        if self.calls not in (None, len(self.steps)):
+            raise NotAffine("its code, which took another path through its operations,")
+        self.calls = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        rule = RULES.get(name)
-        if self.calls is None:
-            depends = any(map(_marked, (*args, *kwargs.values())))
-            held = None
-            if rule is not None and depends:
-                with torch.no_grad():
-                    held = rule(func, *args, **kwargs)
-            if rule is not None:
-                self.held.append(None if held is None else held[1])
-            out = (
-                func(*args, **kwargs) if held is None else _WithValue.apply(held[0], held[1](*args, **kwargs))
-            )
-            return _mark(out, "gate" if rule is _gated else "x") if depends else out
-        if rule is None:
+        if self.source is not None and any(arg is self.source for arg in args[1:2]):
+            return self._from_source(func, args, kwargs)
+        marks = _marks(args, kwargs)
+        if not marks:
             return func(*args, **kwargs)
-        affine = self.held[self.calls]
+        name = name_of(func)
+        if name in rules.DECISIONS:
+            raise NotAffine(f"{name}, by which values decide what is computed,")
+        if name in rules.INDEPENDENT:
+            return func(*args, **kwargs)
+        if self.calls is None:
+            return self._first(func, name, args, kwargs, marks)
+        return self._again(func, name, args, kwargs)
+
+    def _from_source(self, func, args, kwargs):
+        self.met += 1
+        if self.given is None:
+            with torch.no_grad():
+                self.x = func(*args, **kwargs)
+            self.x = self.x.detach().requires_grad_()
+        return _mark((self.x if self.given is None else self.given).clone(), AFFINE)
+
+    def _first(self, func, name, args, kwargs, marks):
+        """Call an operation, remember what holds it fixed, and mark what it gives."""
+        plain = plain_name(name)
+        affine: Callable[..., Any] | None = None
+        mark = mark_of(plain, args, kwargs, marks)
+        if mark == HELD and plain not in rules.RANDOM and plain not in rules.CONSTANT:
+            out = func(*args, **kwargs)
+        elif plain in rules.CONSTANT:
+            with torch.no_grad():
+                out = func(*args, **kwargs)
+            affine = rules.constantly(out)
+        elif mark in (AFFINE, GATE, HELD) and plain in rules.RULES:
+            out, affine = rules.RULES[plain](func, *args, **kwargs)
+        elif mark in (AFFINE, GATE):
+            hold = held_factor(plain, args)
+            if hold is None:
+                out = func(*_without_gradients(args), **kwargs)
+            else:
+                affine = rules.times(hold, args[hold].detach())
+                out = affine(*args)
+        else:
+            with torch.no_grad():
+                out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and not out.is_floating_point():
+            affine, mark = rules.constantly(out), HELD
+        if name == "__setitem__":
+            out = args[0]
+        elif not isinstance(out, Tensor | tuple | list):
+            return out  # a size, a dtype, ...
+        elif affine is not None and in_place(name, kwargs):
+            out, affine = args[0].copy_(out), rules.copied(affine)
+        self.steps.append(Step(name, affine, mark))
+        return _mark(out, mark)
+
+    def _again(self, func, name, args, kwargs):
+        """Call the same operation with what the first run holds."""
+        if self.calls == len(self.steps) or self.steps[self.calls].name != name:
+            out = func(*args, **kwargs)
+            if not isinstance(out, Tensor | tuple | list) and name != "__setitem__":
+                return out
+            raise NotAffine("its code, which took another path through its operations,")
+        step = self.steps[self.calls]
+        out = func(*args, **kwargs) if step.affine is None else step.affine(*args, **kwargs)
+        if name == "__setitem__":
+            out = args[0]
+        elif not isinstance(out, Tensor | tuple | list):
+            return out
         self.calls += 1
-        return func(*args, **kwargs) if affine is None else affine(*args, **kwargs)
+        return _mark(out, step.mark)
 
 
-class _WithValue(torch.autograd.Function):
-    """The value of one tensor with the gradient of another."""
-
-    @staticmethod
-    def forward(ctx, value, affine):
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, grad
-
-
-with_value: Callable[[Tensor, Tensor], Tensor] = _WithValue.apply
-
-
-def _gated(func, input, *args, **kwargs) -> Held:
-    """f(u) = gate u, where f(0) = 0; at u = 0 the gate is the slope."""
-    u = input.where(input != 0, 1e-6)
-    value = func(u.clone(), *args, **kwargs)
-    gate = value / u
-    return value.where(input != 0, 0.0), lambda input, *_, **__: gate * input
-
-
-def _constant(func, *args, **kwargs) -> Held:
-    """A gate by itself, or the scale of a hand-written normalisation."""
-    value = func(*args, **kwargs)
-    return value, lambda *_, **__: value
+def mark_of(plain: str, args: tuple, kwargs: dict, marks: list[str]) -> str:
+    """What an operation gives, of what it is given: AFFINE, GATE, HELD, or the name of what is neither."""
+    if plain in rules.CONSTANT:
+        return HELD
+    refused = [mark for mark in marks if mark not in (AFFINE, GATE, HELD)]
+    moving = [mark for mark in marks if mark in (AFFINE, GATE)]
+    if not moving and not refused:
+        return HELD
+    if plain in rules.RULES:
+        carrier = rules.carrier(plain, args, kwargs)
+        own = _marks((carrier,), {})
+        if any(mark not in (AFFINE, GATE, HELD) for mark in own):
+            return refused[0]
+        if plain == "dropout":
+            return own[0]
+        return GATE if rules.RULES[plain] is rules.gated else AFFINE
+    if plain in rules.MULTILINEAR:
+        return _mark_of_product(plain, args, marks, moving, refused)
+    if refused:
+        return refused[0]
+    if plain in rules.LINEAR:
+        return GATE if moving == [GATE] and plain not in rules.SUMS else AFFINE
+    return plain
 
 
-def _layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, *args) -> Held:
-    dims = tuple(range(-len(normalized_shape), 0))
-    scale = (input.var(dims, correction=0, keepdim=True) + eps).rsqrt()
-
-    def affine(input, normalized_shape, weight=None, bias=None, *_, **__):
-        x = (input - input.mean(dims, keepdim=True)) * scale
-        x = x if weight is None else x * weight
-        return x if bias is None else x + bias
-
-    return func(input, normalized_shape, weight, bias, eps), affine
-
-
-def _rms_norm(func, input, normalized_shape, weight=None, eps=None) -> Held:
-    dims = tuple(range(-len(normalized_shape), 0))
-    scale = (input.square().mean(dims, keepdim=True) + (eps or torch.finfo(input.dtype).eps)).rsqrt()
-
-    def affine(input, normalized_shape, weight=None, *_, **__):
-        return input * scale if weight is None else input * scale * weight
-
-    return func(input, normalized_shape, weight, eps), affine
+def _mark_of_product(plain: str, args: tuple, marks: list[str], moving: list[str], refused: list[str]) -> str:
+    if plain == "mul" and len(marks) == 2 and len(moving) == 1:
+        return AFFINE  # the other one is its gate, whatever it is
+    if plain == "mul" and len(moving) == 2 and len(set(moving)) == 2:
+        return AFFINE
+    if plain == "div":
+        below = _marks(args[1:2], {})
+        if below and below[0] != HELD:
+            return refused[0] if refused else plain
+    if refused:
+        return refused[0]
+    if len(moving) > 1 and not (plain in rules.WITH_SUMMAND and len(_marks(args[1:], {})) < len(moving)):
+        return plain
+    return moving[0] if plain in ("mul", "div") else AFFINE
 
 
-def _normalize(func, input, p=2.0, dim=1, eps=1e-12, out=None) -> Held:
-    scale = input.norm(p, dim, keepdim=True).clamp(min=eps)
-    return func(input, p, dim, eps), lambda input, *_, **__: input / scale
-
-
-def _glu(func, input, dim=-1) -> Held:
-    gate = input.chunk(2, dim)[1].sigmoid()
-    return func(input, dim), lambda input, *_, **__: input.chunk(2, dim)[0] * gate
-
-
-def _mul(func, input, other) -> Held | None:
-    """In a product of an activation with another function of x, as in SwiGLU, the activation is the gate."""
-    gates = [_marked(t) == "gate" for t in (input, other)]
-    if not (_marked(input) and _marked(other)) or gates[0] == gates[1]:
+def held_factor(plain: str, args: tuple) -> int | None:
+    """Which of two factors that depend on x is held as a gate, None if there is no such pair."""
+    if plain != "mul":
         return None
-    if gates[0]:
-        gate = input.detach()
-        return func(input, other), lambda _, other: gate * other
-    gate = other.detach()
-    return func(input, other), lambda input, _: input * gate
+    marks = [_marks((arg,), {}) for arg in args[:2]]
+    if not (marks[0] and marks[1]) or HELD in (marks[0][0], marks[1][0]):
+        return None
+    return 0 if marks[1][0] == AFFINE or marks[0][0] not in (AFFINE, GATE) else 1
 
 
-GATED = """relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish hardswish tanh tanhshrink softsign
-    softshrink hardshrink dropout dropout1d dropout2d dropout3d abs"""
-CONSTANT = """sigmoid hardsigmoid softmax sqrt rsqrt std norm linalg_norm linalg_vector_norm"""
-RULES: dict[str, Callable[..., Held | None]] = {
-    **dict.fromkeys(GATED.split(), _gated),
-    **dict.fromkeys(CONSTANT.split(), _constant),
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "normalize": _normalize,
-    "glu": _glu,
-    "mul": _mul,
-}
+def check_affine_marks(out: Any, *, or_held: bool = False) -> None:
+    """Raise unless a tensor, or each of several, is affine in x with its gates held.
+
+    Raises:
+        NotAffine: naming the operation that is not.
+    """
+    for tensor in out if isinstance(out, tuple | list) else [out]:
+        mark = getattr(tensor, "depends_on_x", None)
+        if mark == HELD and not or_held:
+            raise NotAffine("its last operation, which makes a gate (such as softmax) and no score,")
+        if mark not in (None, AFFINE, GATE, HELD):
+            raise NotAffine(str(mark))
+
+
+@contextmanager
+def split_of(name: str) -> Iterator[None]:
+    """Errors inside say what cannot be split into contributions."""
+    try:
+        yield
+    except NotAffine as error:
+        raise ValueError(f"{name} cannot be split into contributions: {error}") from error
+
+
+def name_of(func: Any) -> str:
+    """The name of a torch function; of a property, the name of that property."""
+    name = getattr(func, "__name__", type(func).__name__)
+    return func.__self__.__name__ if name == "__get__" else name
+
+
+def plain_name(name: str) -> str:
+    """The name of the operation that gives a new tensor where this one works in place."""
+    name = rules.OTHER_NAMES.get(name, name)
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def in_place(name: str, kwargs: dict) -> bool:
+    """Whether a call changes its first argument."""
+    return bool(kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
+
+
+def _without_gradients(args: tuple) -> tuple:
+    """The arguments, with weights that are no part of the graph of x."""
+    return tuple(
+        arg.detach() if isinstance(arg, Tensor) and arg.requires_grad and not _marks((arg,), {}) else arg
+        for arg in args
+    )
 
 
 def _mark(value: Any, mark: str) -> Any:
-    """Remember on a tensor, or on those in a tuple or list, that it depends on x."""
+    """Remember on a tensor, or on those in a tuple or list, how it depends on x."""
     if isinstance(value, Tensor):
         value.depends_on_x = mark  # type: ignore[attr-defined]
-    elif isinstance(value, tuple | list):
+    else:
         for part in value:
-            _mark(part, mark)
+            if isinstance(part, Tensor):
+                part.depends_on_x = mark if part.is_floating_point() else HELD  # type: ignore[attr-defined]
     return value
 
 
-def _marked(value: Any) -> str:
-    """ "x" or "gate" if a tensor, or one in a tuple or list, depends on x; else an empty string."""
-    if isinstance(value, Tensor):
-        return getattr(value, "depends_on_x", "")
-    if isinstance(value, tuple | list):
-        return next((mark for mark in map(_marked, value) if mark), "")
-    return ""
+def _marks(args: tuple, kwargs: dict) -> list[str]:
+    """The marks of the tensors that depend on x, among arguments and in tuples and lists of them."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            mark = getattr(value, "depends_on_x", None)
+            if mark is not None:
+                found.append(mark)
+        elif isinstance(value, tuple | list):
+            found += _marks(tuple(value), {})
+    return found

@@ -256,9 +256,15 @@ class Concat(Network):
 
 
 class NetworkHead(nn.Module):
-    """A module that only reshapes its input to vectors and passes them to one network of routings."""
+    """A module that only reshapes its input to vectors and passes them to one network."""
 
-    network: Network
+    network: Any  # (x_inp [..., i, d], input_mask [..., i]) -> [..., j, h] or [..., j]
+
+    def flatten(
+        self, hidden_states: Tensor, input_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the network takes: x_inp [..., i, d] and its mask [..., i]."""
+        raise NotImplementedError
 
 
 def after(module: nn.Module, masks: Any) -> Masks:
@@ -266,11 +272,10 @@ def after(module: nn.Module, masks: Any) -> Masks:
     return module.after(masks) if isinstance(module, Network) else Masks(getattr(module, "n_out", None))
 
 
-def group_of(network: nn.Module) -> str:
+def group_of(network: Any) -> str:
     """Return the group of ranks over which the inputs of a network are sharded, "" if they are not."""
-    return next(
-        (part.group for part in network.modules() if isinstance(part, VectorRouting) and part.group), ""
-    )
+    parts = network.modules() if isinstance(network, nn.Module) else ()
+    return next((part.group for part in parts if isinstance(part, VectorRouting) and part.group), "")
 
 
 def checked_group_of(network: nn.Module) -> str:
@@ -294,6 +299,26 @@ def check_network(network: nn.Module, name: str = "network") -> None:
     parts = network.branches if isinstance(network, Sum | Concat) else network
     for key, part in parts.named_children():
         check_network(part, f"{name}.{key}")
+
+
+def check_parts(network: Any, name: str = "network") -> None:
+    """Raise unless the network is made of modules that may have contributions, naming the part that is not."""
+    if isinstance(network, MatrixRouting):
+        raise TypeError(f"{name} is a MatrixRouting, which routes matrices: only vectors have credit here")
+    if not callable(network):
+        raise TypeError(f"{name} must be a module, got {type(network).__name__}")
+    if isinstance(network, Network) and not isinstance(network, PerVector):
+        parts = network.branches if isinstance(network, Sum | Concat) else network
+        for key, part in parts.named_children():
+            check_parts(part, f"{name}.{key}")
+
+
+def is_foreign(network: Any) -> bool:
+    """Whether a network has parts that are neither routings nor compositions of this library."""
+    if not isinstance(network, Network) or isinstance(network, PerVector):
+        return not isinstance(network, PerVector | VectorRouting | GeneralRouting)
+    parts = network.branches if isinstance(network, Sum | Concat) else network
+    return any(map(is_foreign, parts.children()))
 
 
 def check_pair_mask(network: nn.Module, masks: Any) -> None:

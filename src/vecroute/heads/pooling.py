@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.compose.masks import used
+from vecroute.compose.modules import NetworkHead
 from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
 from vecroute.ops.checks import check_size
 
 
-class PoolingHead(nn.Module):
+class PoolingHead(NetworkHead):
     """Normalise each hidden state, apply an optional MLP to it, pool all of them, and classify the result.
 
     scores = W MLP(pool(MLP(N(hidden states)))) + b
@@ -61,13 +62,26 @@ class PoolingHead(nn.Module):
             *([ResidualMLP(d_pool, d_mlp), nn.LayerNorm(d_pool)] if d_mlp else []), nn.Linear(d_pool, n_cls)
         )
 
-    def forward(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Tensor:
+    def flatten(
+        self, hidden_states: Tensor, input_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What ``network`` takes: x_inp [..., i, d], i = position * depth + level, and its mask [..., i]."""
         sizes: dict[str, Any] = {"depth": self.depth, "d_emb": self.d_emb, "like": self.classify[-1].weight}
         mask = check_hidden_states(hidden_states, input_mask, **sizes)  # [..., n_pos, depth]
-        if mask is None:
-            mask = torch.ones_like(hidden_states[..., 0], dtype=torch.bool)  # [..., n_pos, depth]
-        x = self.inputs(self.normalize(used(hidden_states, mask)))  # [..., n_pos, depth, d]
+        return hidden_states.flatten(-3, -2), None if mask is None else mask.flatten(-2)  # [..., i, d], [..., i]
+
+    def network(self, x_inp: Tensor, input_mask: Tensor | None = None) -> Tensor:
+        """The scores [..., n_cls] of vectors [..., i, d] as ``flatten`` gives them."""
+        x = x_inp.unflatten(-2, (-1, self.depth))  # [..., n_pos, depth, d]
+        if input_mask is None:
+            mask = torch.ones_like(x[..., 0], dtype=torch.bool)  # [..., n_pos, depth]
+        else:
+            mask = input_mask.unflatten(-1, (-1, self.depth))  # [..., n_pos, depth]
+        x = self.inputs(self.normalize(used(x, mask)))  # [..., n_pos, depth, d]
         return self.classify(self.pool(used(x, mask), mask))  # [..., n_cls]
+
+    def forward(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Tensor:
+        return self.network(*self.flatten(hidden_states, input_mask))  # [..., n_cls]
 
     @classmethod
     def mean_last(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "PoolingHead":
