@@ -28,10 +28,8 @@ from vecroute.encoders.entries import text_key
 from vecroute.encoders.identity import difference
 from vecroute.encoders.text import Batch
 from vecroute.encoders.vision import VisionEncoder
-from vecroute.explain.image import explain_image
-from vecroute.explain.text import explain_text
-from vecroute.heads import CHOOSING, RoutingHead, make_head
-from vecroute.io.images import Picture, check_images, is_image
+from vecroute.heads import CHOOSING, make_head
+from vecroute.io.images import check_images
 from vecroute.training import Recipe, Task, make_accelerator, remove_finished, train
 from vecroute.training.progress import progress_bar
 from vecroute.training.recipe import FEW, WEIGHT_DECAY_OF_FEW
@@ -40,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 WINDOW_CHARACTERS = 1_000_000  # of texts that are tokenized at a time
 WINDOW_IMAGES = 256
-N_EXPLAINED = 10  # classes of an image that are explained unless others are asked for
 
 
 class RoutingClassifier(ClassifierMixin, BaseEstimator):
@@ -54,7 +51,7 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             loaded model, a ``TextEncoder`` or a ``VisionEncoder``.
         revision: of the encoder on the hub.
         depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
-        head: "routing", "wide" or "paper", or a baseline without explanations; see ``vecroute.heads``.
+        head: "routing", "wide" or "paper", or a baseline without credit; see ``vecroute.heads``.
         head_options: for the head, see ``vecroute.RoutingHead``.
         max_epochs, batch_size, lr, mixup, label_smoothing, patience, mixed_precision, shard_inputs: see
             ``vecroute.training.Recipe``.
@@ -215,39 +212,38 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         two = len(self.classes_) == 2 and not self.multi_label
         return scores[:, 1] - scores[:, 0] if two else scores
 
-    def explain(self, X: Any, classes: Sequence[Any] | None = None) -> Any:
-        """What each token at each depth adds to the score of each class, and the credit phi.
+    def explain(
+        self,
+        X: Any,
+        classes: Sequence[Any] | None = None,
+        *,
+        of: str = "words",
+        samples: int = 0,
+        by_depth: bool = False,
+    ) -> Any:
+        """What each word of a text, or each patch of an image, adds to the score of each class.
 
         Args:
             X: one text or several.
             classes: the labels to explain, None for all; of images for the ten with the highest scores.
+            of: "words" for what each word that the encoder read adds, through the frozen encoder; "states"
+                for what each hidden state, of each token at each depth, adds at the head, with the credit phi
+                where the head routes. A hidden state has read the other words too.
+            samples: 0 for the text as it is; an even number for means over so many random sub-texts, which is
+                slower and more faithful. What their sum misses is ``not_explained``.
+            by_depth: whether to split words by the depth of the hidden states by way of which they count.
 
         Returns:
             An ``Explanation``, or a list of them for several texts.
 
         Raises:
-            ValueError: the head is no network of routings, so that nothing is known of its inputs.
+            ValueError: the encoder or the head has an operation that no rule holds fixed, samples of states
+                or images, or a wrong argument.
         """
+        from vecroute.classifier.explaining import explain
+
         check_is_fitted(self)
-        if not isinstance(self.head_, RoutingHead):
-            raise ValueError(f"explain needs head='routing', 'wide' or 'paper', got head={self.head!r}")
-        encoder, head = self._ready()
-        images = isinstance(encoder, VisionEncoder)
-        single = is_image(X) if images else isinstance(X, str)
-        rows = [Picture.of(X) if images else X] if single else X
-        texts: Any = (check_images if images else check_texts)(rows)
-        known = self.classes_.tolist()
-        asked = known if classes is None else list(classes)
-        for label in asked:
-            if label not in known:
-                raise ValueError(f"classes must be some of {known}, got {label!r}")
-        outputs, explained = [known.index(label) for label in asked], []
-        for text in texts:
-            if images and classes is None and len(known) > N_EXPLAINED:
-                outputs = self._scores([text])[0].topk(N_EXPLAINED).indices.tolist()
-            names = [str(known[j]) for j in outputs]
-            explained.append((explain_image if images else explain_text)(encoder, head, text, outputs, names))
-        return explained[0] if single else explained
+        return explain(self, X, classes, of=of, samples=samples, by_depth=by_depth)
 
     def save_pretrained(
         self, folder: str | Path, *, overwrite: bool = False, about: dict | None = None

@@ -1,7 +1,7 @@
 """Contributions: what each input adds to an output of a network, in the units of that output.
 
-With phi, attention weights, the scales of normalisations and the gates of activations held fixed, a network is
-affine in its inputs: output = base + sum_i contribution_i, exactly.
+With phi, attention weights, the scales of normalisations and the gates of activations held fixed, a network
+is affine in its inputs: output = base + sum_i contribution_i, exactly.
 """
 
 import os
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vecroute.compose.credit import as_int, check_batch, check_groups, to_numpy
 from vecroute.compose.held import Held
+from vecroute.compose.probe import precision
 from vecroute.ops.checks import check_choice
 from vecroute.ops.group import total
 from vecroute.storage import load_tensors, require, save_tensors
@@ -89,10 +90,10 @@ def contributions(
 
         output = base + sum_i values_i
 
-    ``values_i`` is the gradient times x_i, and ``base`` the output at x = 0, both with phi, attention weights,
-    scales and gates held fixed as they are at x. It takes one forward pass, one of the affine network at x = 0, and one
-    backward pass for each requested output; no graph is kept. The sum is exact to rounding, 1e-5 in float32
-    outside of autocast.
+    ``values_i`` is the gradient times x_i, and ``base`` is the output at x = 0. Both hold phi, attention
+    weights, scales and gates fixed as they are at x. It takes one forward pass, one pass of the affine network
+    at x = 0, and one backward pass for each requested output; no graph is kept. The sum is exact to rounding,
+    1e-5 in float32 outside of autocast.
 
     Args:
         network: a routing; routings and other modules composed with ``Sequential`` and its kin; a head, which
@@ -119,18 +120,19 @@ def contributions(
         base, target = select(held.at_zero(), output, margin), target.detach()  # [...] each
         error = completeness_error(values, base, target, held.group)  # [...]
         if held.foreign:
-            check_complete(held.name, error, target.dtype)
+            check_complete(held.name, error, precision(held.inputs[0]))
         return Contributions(values, base, target, error)
 
 
 def check_complete(name: str, error: Tensor, dtype: torch.dtype) -> None:
-    """Raise where contributions miss the output by more than rounding: the rules did not see an operation."""
+    """Raise if contributions miss the output by more than rounding: the rules did not see an operation."""
     if not error.numel() or error.max() <= torch.finfo(dtype).eps ** 0.5:
         return
     raise ValueError(
-        f"{name} cannot be split into contributions: they miss its output by {error.max():.2g} of their size. "
-        "It mixes samples, or it computes in a way that torch functions do not show (autograd.Function, "
-        "compiled code): write that part with standard operations, or hold its result fixed with .detach()"
+        f"{name} cannot be split into contributions: they miss its output by {error.max():.2g} of their "
+        "size. It mixes samples, or it computes in a way that torch functions do not show "
+        "(autograd.Function, compiled code): write that part with standard operations, or hold its result "
+        "fixed with .detach()"
     )
 
 

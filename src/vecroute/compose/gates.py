@@ -118,7 +118,7 @@ class Gates(TorchFunctionMode):
         else:
             with torch.no_grad():
                 out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and not out.is_floating_point():
+        if isinstance(out, Tensor) and not (out.is_floating_point() or out.is_complex()):
             affine, mark = rules.constantly(out), HELD
         if name == "__setitem__":
             out = args[0]
@@ -131,6 +131,7 @@ class Gates(TorchFunctionMode):
 
     def _again(self, func, name, args, kwargs):
         """Call the same operation with what the first run holds."""
+        assert self.calls is not None
         if self.calls == len(self.steps) or self.steps[self.calls].name != name:
             out = func(*args, **kwargs)
             if not isinstance(out, Tensor | tuple | list) and name != "__setitem__":

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from vecroute.compose.affine import Affine, hold
 from vecroute.compose.masks import Masks, check_not_nested, leaves, masks_of, used
 from vecroute.compose.modules import (
+    Head,
     Network,
-    NetworkHead,
     PerVector,
     check_pair_mask,
     check_parts,
@@ -47,7 +47,7 @@ class Held:
         votes: bool = False,
     ):
         self.name = module_name(network)
-        if isinstance(network, NetworkHead):
+        if isinstance(network, Head):
             x_inp, input_mask = network.flatten(x_inp, input_mask)  # [..., i, d], [..., i]
             network = network.network
         check_parts(network)

@@ -255,16 +255,22 @@ class Concat(Network):
         return Masks(n, input_mask, pair_mask, unit)
 
 
-class NetworkHead(nn.Module):
-    """A module that only reshapes its input to vectors and passes them to one network."""
+class Head(nn.Module):
+    """A module that only reshapes its input to vectors and passes them to its ``network``."""
 
     network: Any  # (x_inp [..., i, d], input_mask [..., i]) -> [..., j, h] or [..., j]
 
     def flatten(
         self, hidden_states: Tensor, input_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the network takes: x_inp [..., i, d] and its mask [..., i]."""
+        """Return what the network takes: x_inp [..., i, d] and its mask [..., i]."""
         raise NotImplementedError
+
+
+class NetworkHead(Head):
+    """A head whose network is one of routings."""
+
+    network: Network
 
 
 def after(module: nn.Module, masks: Any) -> Masks:
@@ -302,7 +308,7 @@ def check_network(network: nn.Module, name: str = "network") -> None:
 
 
 def check_parts(network: Any, name: str = "network") -> None:
-    """Raise unless the network is made of modules that may have contributions, naming the part that is not."""
+    """Raise unless the network consists of modules that may have contributions. The error names the part."""
     if isinstance(network, MatrixRouting):
         raise TypeError(f"{name} is a MatrixRouting, which routes matrices: only vectors have credit here")
     if not callable(network):
@@ -314,7 +320,7 @@ def check_parts(network: Any, name: str = "network") -> None:
 
 
 def is_foreign(network: Any) -> bool:
-    """Whether a network has parts that are neither routings nor compositions of this library."""
+    """Return whether a network has parts that are neither routings nor compositions of this library."""
     if not isinstance(network, Network) or isinstance(network, PerVector):
         return not isinstance(network, PerVector | VectorRouting | GeneralRouting)
     parts = network.branches if isinstance(network, Sum | Concat) else network

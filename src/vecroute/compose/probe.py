@@ -65,7 +65,7 @@ def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probe
             value = f(a)  # [..., n, any more]
             f_a, f_b, f_mix = f(a), f(b), f(0.3 * a + 0.7 * b)  # [..., n, any more] each
             error = torch.maximum((f_a - value).abs(), (0.3 * f_a + 0.7 * f_b - f_mix).abs()).max()
-            tolerance = torch.finfo(_precision(x)).eps ** 0.5 * torch.maximum(f_a.abs(), f_b.abs()).max()
+            tolerance = torch.finfo(precision(x)).eps ** 0.5 * torch.maximum(f_a.abs(), f_b.abs()).max()
             fits = bool(error.isfinite() and error <= tolerance)  # infinity is no more than infinity
         except (NotAffine, RuntimeError):  # it took another path through its code
             fits = False
@@ -81,7 +81,7 @@ def _key(probe: str, module: Callable[[Tensor], Tensor], x: Tensor) -> tuple:
     """What a probe holds for; any number of vectors above N_PROBE is as good as N_PROBE."""
     return (
         probe,
-        _precision(x),
+        precision(x),
         x.dim(),
         min(x.shape[-2], N_PROBE),
         x.shape[-1],
@@ -89,7 +89,7 @@ def _key(probe: str, module: Callable[[Tensor], Tensor], x: Tensor) -> tuple:
     )
 
 
-def _precision(x: Tensor) -> torch.dtype:
+def precision(x: Tensor) -> torch.dtype:
     """The dtype in which modules may compute: that of x, or that of autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -1,7 +1,7 @@
 """What each operation of PyTorch is once gates, weights and scales are held fixed.
 
-A rule is ``rule(func, *args, **kwargs) -> (value, affine)``: the value with the gradient of the affine map that
-the operation is here, and that map itself, for other arguments.
+A rule is ``rule(func, *args, **kwargs) -> (value, affine)``: the value, with the gradient of the affine map
+that the operation is here; and that map itself, for other arguments.
 """
 
 from collections.abc import Callable
@@ -199,10 +199,18 @@ def _float(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-GATED = """relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish hardswish tanh tanhshrink softsign
-    softshrink hardshrink dropout1d dropout2d dropout3d abs"""
+def _names(text: str) -> set[str]:
+    return set(text.split())
+
+
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(GATED.split(), gated),
+    **dict.fromkeys(
+        _names("""
+            relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish hardswish tanh tanhshrink softsign
+            softshrink hardshrink dropout1d dropout2d dropout3d abs
+        """),
+        gated,
+    ),
     "dropout": dropout,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
@@ -211,46 +219,49 @@ RULES: dict[str, Rule] = {
     "glu": glu,
     "scaled_dot_product_attention": attention,
     "multi_head_attention_forward": multi_head_attention,
-    **dict.fromkeys(["clamp", "clip", "clamp_min", "clamp_max", "hardtanh"], clamp),
-    **dict.fromkeys(["maximum", "minimum"], maximum),
-    **dict.fromkeys(["max", "min", "amax", "amin"], largest),
+    **dict.fromkeys(_names("clamp clip clamp_min clamp_max hardtanh"), clamp),
+    **dict.fromkeys(_names("maximum minimum"), maximum),
+    **dict.fromkeys(_names("max min amax amin"), largest),
     "log_softmax": log_softmax,
 }
-RANDOM = {"dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu"}
-# Gates by themselves, scales of hand-written normalisations, and what is held by the user's own wish.
-CONSTANT = set(
-    """sigmoid hardsigmoid softmax sqrt rsqrt std norm linalg_norm linalg_vector_norm logsumexp
-    detach data""".split()
-)
-# Linear in each of their arguments alone, so affine if one of these depends on x; some add the first one.
-WITH_SUMMAND = {"addmm", "baddbmm", "addmv"}
-MULTILINEAR = WITH_SUMMAND | set(
-    """mul div matmul bmm mm mv dot linear einsum outer inner tensordot bilinear
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d""".split()
-)
-SUMS = set(
-    "sum mean cumsum avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d interpolate".split()
-)
-# Affine in all of their arguments together; indices, masks and sizes do not depend on x, or are held.
-LINEAR = SUMS | set(
-    """add sub rsub neg positive view view_as reshape reshape_as transpose permute movedim
-    swapaxes t T mT H mH expand expand_as cat concat concatenate stack hstack vstack chunk split tensor_split
-    unbind __getitem__ __setitem__ select narrow index_select gather take_along_dim contiguous to float double
-    half bfloat16 type type_as cpu cuda clone flatten unflatten squeeze unsqueeze pad roll flip repeat
-    repeat_interleave tile where masked_fill masked_scatter tril triu diagonal diag_embed unfold fold real copy
-    zero fill index_add index_copy scatter scatter_add meshgrid broadcast_to broadcast_tensors identity
-    unsafe_chunk unsafe_split ravel adjoint""".split()
-)
-# These depend on nothing in a tensor but its size, dtype and device.
-INDEPENDENT = set(
-    """zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_full
-    new_empty new_tensor shape size dim ndim ndimension dtype device numel nelement stride layout is_contiguous
+RANDOM = _names("dropout dropout1d dropout2d dropout3d rrelu")
+
+# Gates by themselves, scales of hand-written normalisations, and tensors that the user detached.
+CONSTANT = _names("""
+    sigmoid hardsigmoid softmax sqrt rsqrt std norm linalg_norm linalg_vector_norm logsumexp detach data
+""")
+
+# Linear in each argument alone, so affine if only one argument depends on x. Some add their first argument.
+WITH_SUMMAND = _names("addmm baddbmm addmv")
+MULTILINEAR = WITH_SUMMAND | _names("""
+    mul div matmul bmm mm mv dot linear einsum outer inner tensordot bilinear
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+""")
+
+# Affine in all arguments together. Indices, masks and sizes do not depend on x, or they are held.
+SUMS = _names("""
+    sum mean cumsum avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d interpolate
+""")
+LINEAR = SUMS | _names("""
+    add sub rsub neg positive view view_as reshape reshape_as transpose permute movedim swapaxes t T mT H mH
+    expand expand_as cat concat concatenate stack hstack vstack chunk split tensor_split unbind __getitem__
+    __setitem__ select narrow index_select gather take_along_dim contiguous to float double half bfloat16 type
+    type_as cpu cuda clone flatten unflatten squeeze unsqueeze pad roll flip repeat repeat_interleave tile
+    where masked_fill masked_scatter tril triu diagonal diag_embed unfold fold real copy zero fill index_add
+    index_copy scatter scatter_add broadcast_to broadcast_tensors unsafe_chunk unsafe_split ravel adjoint
+""")
+
+# These depend only on the size, dtype and device of a tensor.
+INDEPENDENT = _names("""
+    zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_full new_empty
+    new_tensor shape size dim ndim ndimension dtype device numel nelement stride layout is_contiguous
     is_floating_point is_complex is_cuda is_cpu is_nested is_sparse is_quantized is_leaf is_inference
     requires_grad grad_fn grad element_size get_device storage_offset data_ptr __len__ __hash__ __repr__
-    __format__ finfo iinfo result_type promote_types""".split()
-)
-# By these the values of a tensor become numbers of Python.
-DECISIONS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "equal", "allclose"}
+    __format__ finfo iinfo result_type promote_types
+""")
+
+# These make Python numbers of the values of a tensor.
+DECISIONS = _names("__bool__ __int__ __float__ __index__ item tolist numpy equal allclose")
 OTHER_NAMES = {
     "__rsub__": "rsub",
     "multiply": "mul",

@@ -1,30 +1,47 @@
-"""From the hidden states of a sample to what each of them adds to the scores of a head."""
+"""From the hidden states of samples to what each of them adds to the scores of a head."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vecroute.compose.contribution import contributions
+from vecroute.explain.words import HeldHead
+from vecroute.heads import RoutingHead
 
 
 def explain_hidden(
-    head: Any, hidden: Tensor, outputs: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Contributions and credit [n_pos, depth, n], base and scores [n] of some outputs of a ``RoutingHead``.
+    head: Any, hidden: Tensor, mask: Tensor, outputs: Tensor
+) -> list[tuple[dict[str, Any], Tensor]]:
+    """What each hidden state adds to some outputs of a head: fields of explanations, and all scores.
 
     Args:
-        hidden: [n_pos, depth, d_emb] hidden states of one sample.
-        outputs: which classes, by number.
+        head: of ``vecroute.heads``; the credit phi is None unless it is a ``RoutingHead``.
+        hidden: [b, n_pos, depth, d_emb] hidden states of some samples.
+        mask: [b, n_pos] True at those that are used.
+        outputs: [b, k] which classes, by number.
     """
-    hidden = hidden.clone().to(next(head.parameters()).device, torch.float32)  # [n_pos, depth, d_emb]
-    shape = (*hidden.shape[:2], len(outputs))
-    x_inp, _ = head.flatten(hidden)  # [i, d]
-    parts = [contributions(head.network, x_inp, output=j) for j in outputs]
-    values = torch.stack([part.values for part in parts], -1)  # [i, n]
-    with torch.no_grad():
-        credit = head.route(hidden).phi.unit_variance()
-        phi = torch.stack([credit.column(j) for j in outputs], -1)  # [i, n]
-    base, scores = (torch.stack([getattr(part, name) for part in parts]) for name in ("base", "output"))
-    return values.reshape(shape), phi.reshape(shape), base, scores
+    held = HeldHead(head, hidden, mask, outputs)
+    mask = mask.to(held.hidden.device)  # [b, n_pos]
+    values = torch.stack([(g * held.hidden).sum(-1) for g in held.gradients], -1)  # [b, n_pos, depth, k]
+    phi = credit(head, held.hidden, mask, outputs) if isinstance(head, RoutingHead) else None
+    base = held.base()  # [b, k]
+    return [
+        (
+            {
+                "values": values[b][mask[b]],  # [n, depth, k]
+                "phi": None if phi is None else phi[b][mask[b]],  # [n, depth, k]
+                "base_values": base[b],
+                "scores": held.scores[b],
+            },
+            held.all_scores[b],
+        )
+        for b in range(len(values))
+    ]
+
+
+@torch.no_grad()
+def credit(head: RoutingHead, hidden: Tensor, mask: Tensor, outputs: Tensor) -> Tensor:
+    """The credit [b, n_pos, depth, k] of hidden states for some outputs of each sample."""
+    phi = head.route(hidden, mask).phi.unit_variance().dense()  # [b, i, n_cls]
+    index = outputs.to(phi.device)[:, None].expand(-1, phi.shape[1], -1)  # [b, i, k]
+    return phi.gather(-1, index).reshape(*hidden.shape[:3], -1)  # [b, n_pos, depth, k]

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
-from torch import nn
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
 
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.aggregate import by_depth, sums
 from vecroute.explain.explanation import ARRAYS, Explanation, as_array, written
 from vecroute.explain.hidden import explain_hidden
+from vecroute.explain.words import image_readings, split_words
 from vecroute.io.images import Picture
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.storage import require, write_file
@@ -265,40 +268,70 @@ def region_of_tiles(mask: np.ndarray, tiles: np.ndarray, size: Sequence[int]) ->
     return found
 
 
-def explain_image(
-    encoder: VisionEncoder, head: nn.Module, picture: Picture, outputs: Sequence[int], names: Sequence[str]
-) -> ImageExplanation:
-    """What each patch at each depth adds to some outputs of a head on a frozen encoder.
+def explain_patches(
+    encoder: VisionEncoder,
+    head: nn.Module,
+    pictures: Sequence[Picture],
+    outputs: Sequence[Sequence[int]],
+    *,
+    by_depth: bool = False,
+) -> list[tuple[dict[str, Any], Tensor]]:
+    """What each patch adds to some outputs of a head, through the encoder: fields, and all scores.
 
-    It takes one backward pass for each of the outputs asked for, and nothing that grows with the others.
+    Special tokens are weights of the encoder and no part of the image, so that they add nothing.
 
     Args:
-        encoder: a ``VisionEncoder``.
-        head: a ``RoutingHead`` on its hidden states.
-        picture: the image.
-        outputs: which classes, by number.
-        names: what they are called.
+        encoder, head: a frozen encoder, and a head on its hidden states.
+        outputs: the classes to explain of each image, by number, as many for each.
+        by_depth: whether to say by way of the hidden states of which depth.
     """
-    (hidden,) = encoder.encode([picture])
-    values, phi, base, scores = explain_hidden(head, hidden, outputs)
-    image = picture.open()  # after the encoder is done with it, so that a large one is in memory once
+    found: list[Any] = [None] * len(pictures)
+    for which, reading in image_readings(encoder, pictures):
+        chosen = torch.tensor([list(outputs[k]) for k in which])  # [b, k]
+        split = split_words(reading, head, chosen, by_depth=by_depth)
+        n_special = encoder.n_special * encoder.special_tokens
+        values = nnf.pad(split.values[0], (0, 0, 0, 0, n_special, 0))  # [b, n, depth or 1, k]
+        for b, k in enumerate(which):
+            fields = {
+                "of": "words",
+                "values": values[b],
+                "base_values": split.base[b],
+                "scores": split.scores[b],
+                "depths": encoder.depths if by_depth else ["all depths"],
+                **_places(encoder, pictures[k]),
+            }
+            found[k] = fields, split.all_scores[b]
+    return found
+
+
+def explain_image_states(
+    encoder: VisionEncoder, head: nn.Module, pictures: Sequence[Picture], outputs: Sequence[Sequence[int]]
+) -> list[tuple[dict[str, Any], Tensor]]:
+    """What the hidden state of each patch at each depth adds to some outputs: fields, and all scores."""
+    found: list[Any] = [None] * len(pictures)
+    for batch in encoder.batches(encoder.tokenize(pictures)):
+        chosen = torch.tensor([list(outputs[k]) for k in batch.which])  # [b, k]
+        explained = explain_hidden(head, batch.hidden, batch.mask, chosen)
+        for k, (fields, scores) in zip(batch.which, explained, strict=True):
+            places = _places(encoder, pictures[k])
+            found[k] = {"of": "states", **fields, **places, "depths": encoder.depths}, scores
+    return found
+
+
+def _places(encoder: VisionEncoder, picture: Picture) -> dict[str, Any]:
+    """The fields that say what the rows are, and the image."""
+    image = picture.open()
     patches = encoder.patches(image.size, picture.name)
     n_special = sum(patches.special)
     tiles = np.array(patches.boxes[n_special:]).reshape(*patches.grid, 4)  # [rows, columns, 4]
     small = image.copy()
     small.thumbnail((LONGEST, LONGEST))
-    return ImageExplanation(
-        values=values,
-        phi=phi,
-        base_values=base,
-        scores=scores,
-        output_names=names,
-        text=picture.name,
-        pieces=patches.names,
-        special=patches.special,
-        depths=encoder.depths,
-        image=np.asarray(small),
-        size=image.size,
-        tiles=tiles,
-        cells=np.arange(n_special, encoder.n_pos).reshape(patches.grid),
-    )
+    return {
+        "text": picture.name,
+        "pieces": patches.names,
+        "special": patches.special,
+        "image": np.asarray(small),
+        "size": image.size,
+        "tiles": tiles,
+        "cells": np.arange(n_special, encoder.n_pos).reshape(patches.grid),
+    }

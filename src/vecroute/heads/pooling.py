@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.compose.masks import used
-from vecroute.compose.modules import NetworkHead
+from vecroute.compose.modules import Head
 from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
 from vecroute.ops.checks import check_size
 
 
-class PoolingHead(NetworkHead):
+class PoolingHead(Head):
     """Normalise each hidden state, apply an optional MLP to it, pool all of them, and classify the result.
 
     scores = W MLP(pool(MLP(N(hidden states)))) + b
@@ -65,13 +65,14 @@ class PoolingHead(NetworkHead):
     def flatten(
         self, hidden_states: Tensor, input_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """What ``network`` takes: x_inp [..., i, d], i = position * depth + level, and its mask [..., i]."""
+        """Return what ``network`` takes: x_inp [..., i, d], with i = position * depth + level, and a mask."""
         sizes: dict[str, Any] = {"depth": self.depth, "d_emb": self.d_emb, "like": self.classify[-1].weight}
         mask = check_hidden_states(hidden_states, input_mask, **sizes)  # [..., n_pos, depth]
-        return hidden_states.flatten(-3, -2), None if mask is None else mask.flatten(-2)  # [..., i, d], [..., i]
+        x_inp = hidden_states.flatten(-3, -2)  # [..., i, d]
+        return x_inp, None if mask is None else mask.flatten(-2)  # [..., i]
 
     def network(self, x_inp: Tensor, input_mask: Tensor | None = None) -> Tensor:
-        """The scores [..., n_cls] of vectors [..., i, d] as ``flatten`` gives them."""
+        """Return the scores [..., n_cls] of vectors [..., i, d] as ``flatten`` gives them."""
         x = x_inp.unflatten(-2, (-1, self.depth))  # [..., n_pos, depth, d]
         if input_mask is None:
             mask = torch.ones_like(x[..., 0], dtype=torch.bool)  # [..., n_pos, depth]

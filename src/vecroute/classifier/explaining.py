@@ -1,0 +1,99 @@
+"""Explanations of what a classifier predicts: checked arguments in, explanations out."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from vecroute.classifier.labels import check_texts
+from vecroute.encoders.vision import VisionEncoder
+from vecroute.explain.explanation import Explanation
+from vecroute.explain.image import ImageExplanation, explain_image_states, explain_patches
+from vecroute.explain.samples import check_samples, explain_samples
+from vecroute.explain.text import explain_states, explain_words
+from vecroute.io.images import Picture, check_images, is_image
+from vecroute.ops.checks import check_choice
+
+if TYPE_CHECKING:
+    from vecroute.classifier.estimator import RoutingClassifier
+
+N_EXPLAINED = 10  # classes of an image that are explained unless others are asked for
+
+
+def explain(
+    classifier: "RoutingClassifier",
+    X: Any,
+    classes: Sequence[Any] | None,
+    *,
+    of: str,
+    samples: int,
+    by_depth: bool,
+) -> Any:
+    """See ``RoutingClassifier.explain``."""
+    encoder, head = classifier._ready()
+    images = isinstance(encoder, VisionEncoder)
+    check_choice("of", of, ("words", "states"))
+    check_samples(samples, of, images, by_depth)
+    single = is_image(X) if images else isinstance(X, str)
+    rows = [Picture.of(X) if images else X] if single else X
+    texts: Any = (check_images if images else check_texts)(rows)
+    outputs = which_outputs(classifier, texts, classes, images)
+    if images:
+        by_patch = {"by_depth": by_depth}
+        explained = (
+            explain_patches(encoder, head, texts, outputs, **by_patch)
+            if of == "words"
+            else explain_image_states(encoder, head, texts, outputs)
+        )
+    elif of == "states":
+        explained = explain_states(encoder, head, texts, outputs)
+    elif samples:
+        explained = explain_samples(encoder, head, texts, outputs, samples, seed=classifier.random_state)
+    else:
+        explained = explain_words(encoder, head, texts, outputs, by_depth=by_depth)
+    kind: Any = ImageExplanation if images else Explanation
+    names = [str(label) for label in classifier.classes_.tolist()]
+    temperature = float(getattr(classifier, "temperature_", 1.0))
+    common: dict[str, Any] = {
+        "temperature": temperature,
+        "multi_label": classifier.multi_label,
+        "about": about(encoder.name),
+    }
+    found = [
+        kind(
+            **fields,
+            **common,
+            output_names=[names[j] for j in chosen],
+            probabilities=probabilities(scores, temperature, classifier.multi_label)[list(chosen)],
+        )
+        for chosen, (fields, scores) in zip(outputs, explained, strict=True)
+    ]
+    return found[0] if single else found
+
+
+def which_outputs(
+    classifier: Any, texts: Any, classes: Sequence[Any] | None, images: bool
+) -> list[list[int]]:
+    """The numbers of the classes to explain of each sample."""
+    known = classifier.classes_.tolist()
+    if classes is None and images and len(known) > N_EXPLAINED:
+        return classifier._scores(texts).topk(N_EXPLAINED).indices.tolist()
+    asked = known if classes is None else list(classes)
+    for label in asked:
+        if label not in known:
+            raise ValueError(f"classes must be some of {known}, got {label!r}")
+    if not asked:
+        raise ValueError(f"classes must be at least one of {known}, got none")
+    return [[known.index(label) for label in asked]] * len(texts)
+
+
+def probabilities(scores: Tensor, temperature: float, multi_label: bool) -> Tensor:
+    """Of all scores [n_cls]."""
+    scores = scores.double() / temperature  # [n_cls]
+    return scores.sigmoid() if multi_label else scores.softmax(-1)  # [n_cls]
+
+
+def about(model: str) -> dict[str, Any]:
+    """Where an explanation comes from."""
+    return {"model": model, "date": datetime.now(UTC).date().isoformat()}

@@ -1,0 +1,215 @@
+"""What each word of a text, or each patch of an image, adds to the scores of a head on a frozen encoder."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vecroute.compose.contribution import check_complete, completeness_error
+from vecroute.compose.held import Held
+from vecroute.compose.probe import precision
+from vecroute.encoders.text import TextEncoder, Tokenized, length_batches
+from vecroute.encoders.vision import VisionEncoder
+from vecroute.explain.through import HeldEncoder, patch_filter, positions_at_once, word_table
+from vecroute.io.images import Picture
+
+
+class Run(NamedTuple):
+    """Some rows, such as chunks of texts, that go through the encoder at once."""
+
+    call: Callable[[], Sequence[Tensor]]  # gives the hidden states [r, n, d] at each depth of the head
+    keep: Tensor  # [r, n] True at the positions that go to the head
+
+
+class Reading(NamedTuple):
+    """A batch of samples on its way to a head: the kept positions of its runs are those of its samples."""
+
+    runs: list[Run]
+    source: Tensor  # the weight that makes embeddings
+    name: str  # of the encoder
+    mask: Tensor  # [b, n_pos] True at the positions of each sample, which come first
+
+
+class Split(NamedTuple):
+    """Scores that are split exactly: scores = base + sum over positions and depths of values."""
+
+    values: list[Tensor]  # of each run, [r, n, depth or 1, k]
+    base: Tensor  # [b, k]
+    scores: Tensor  # [b, k]
+    all_scores: Tensor  # [b, n_cls]
+
+
+class HeldHead:
+    """A head as the affine map that it is at some hidden states.
+
+    Args:
+        head: hidden states [b, n_pos, depth, d_emb] -> scores [b, n_cls].
+        hidden, mask: its inputs; mask is [b, n_pos].
+        outputs: [b, k] the classes to explain, by number.
+        margin: whether to explain the score of the first of two classes less that of the second; k is then 1.
+
+    Attributes:
+        hidden: the hidden states as the head took them.
+        all_scores: [b, n_cls].
+        scores: [b, k].
+        gradients: [b, n_pos, depth, d_emb] of each of the k scores.
+    """
+
+    def __init__(self, head: nn.Module, hidden: Tensor, mask: Tensor, outputs: Tensor, margin: bool = False):
+        weight = next(head.parameters())
+        self.outputs, self.margin, self.shape = outputs.to(weight.device), margin, hidden.shape
+        with torch.inference_mode(False), torch.enable_grad():
+            given = hidden.to(weight.device, weight.dtype, copy=True)  # [b, n_pos, depth, d]
+            self.held = Held(head, given, mask.to(weight.device, copy=True))
+            self.all_scores = self.held.x_out[..., 0]  # [b, n_cls]
+            chosen = self._chosen(self.held.x_out)  # [b, k]
+            (x_inp,) = self.held.inputs  # [b, i, d]
+            self.gradients = [
+                torch.autograd.grad(chosen[:, k].sum(), x_inp, retain_graph=k + 1 < chosen.shape[1])[
+                    0
+                ].reshape(self.shape)
+                for k in range(chosen.shape[1])
+            ]
+        self.all_scores, self.scores = self.all_scores.detach(), chosen.detach()
+        self.hidden = x_inp.detach().reshape(self.shape)  # [b, n_pos, depth, d]
+
+    def base(self, hidden: Tensor | None = None) -> Tensor:
+        """The scores [b, k] of the affine map at other hidden states; None for zeros."""
+        with torch.no_grad():
+            if hidden is None:
+                return self._chosen(self.held.at_zero())  # [b, k]
+            return self._chosen(self.held.at(hidden.to(self.hidden).flatten(-3, -2)))  # [b, k]
+
+    def _chosen(self, x_out: Tensor) -> Tensor:
+        """[b, k] of x_out [b, n_cls, 1]."""
+        chosen = x_out[..., 0].gather(1, self.outputs)  # [b, k]
+        return chosen[:, :1] - chosen[:, 1:] if self.margin else chosen
+
+
+def split_words(
+    reading: Reading, head: nn.Module, outputs: Tensor, *, by_depth: bool = False, margin: bool = False
+) -> Split:
+    """Split scores into what each word or patch that the encoder read adds.
+
+    Where there are several runs, each goes through the encoder twice, so that the gates of one are held at a
+    time.
+
+    Args:
+        reading: what is read.
+        head: on the hidden states.
+        outputs, margin: see ``HeldHead``.
+        by_depth: whether to say by way of the hidden states of which depth; a backward pass for each.
+    """
+    runs, alone = reading.runs, len(reading.runs) == 1
+    helds = [_hold(reading, run) for run in runs] if alone else []
+    kept = []
+    for k, run in enumerate(runs):
+        with torch.no_grad():
+            kept.append(_kept(helds[k].states if alone else run.call(), run.keep))  # [m, depth, d]
+    hidden = _padded(kept, reading.mask)  # [b, n_pos, depth, d]
+    held_head = HeldHead(head, hidden, reading.mask, outputs, margin)
+    gradients = [g[reading.mask.to(g.device)] for g in held_head.gradients]  # k of [all m, depth, d]
+    at, values, zeros = 0, [], []
+    for k, run in enumerate(runs):
+        held = helds[k] if alone else _hold(reading, run)
+        own = slice(at, at + len(kept[k]))
+        at = own.stop
+        values.append(_pulled(held, run.keep, [g[own] for g in gradients], by_depth))  # [r, n, depth, k]
+        zeros.append(_kept(held.at_zero(), run.keep))  # [m, depth, d]
+    base = held_head.base(_padded(zeros, reading.mask))  # [b, k]
+    rows = values[0].flatten(1, 2) if alone else torch.cat([v.flatten(0, 2) for v in values])[None]
+    error = completeness_error(rows.mT.to(base), base, held_head.scores)  # [b, k] of rows [b, any, k]
+    check_complete(reading.name, error, precision(hidden))
+    return Split(values, base, held_head.scores, held_head.all_scores)
+
+
+def _hold(reading: Reading, run: Run) -> HeldEncoder:
+    return HeldEncoder(run.call, reading.source, reading.name)
+
+
+def _kept(states: Sequence[Tensor], keep: Tensor) -> Tensor:
+    """The hidden states [m, depth, d] of the positions that go to the head."""
+    return torch.stack([state[keep] for state in states], 1)
+
+
+def _padded(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """Hidden states [m, depth, d] of all positions, one sample after the other, as [b, n_pos, depth, d]."""
+    flat = torch.cat(list(parts))  # [all m, depth, d]
+    hidden = flat.new_zeros(*mask.shape, *flat.shape[1:])  # [b, n_pos, depth, d]
+    hidden[mask] = flat
+    return hidden
+
+
+def _pulled(held: HeldEncoder, keep: Tensor, gradients: Sequence[Tensor], by_depth: bool) -> Tensor:
+    """What each position of a run adds, [r, n, depth or 1, k], by gradients [m, depth, d] of its states."""
+    states = [state[keep] for state in held.states]  # [m, d] each
+    ways = [[level] for level in range(len(states))] if by_depth else [list(range(len(states)))]
+    found, left = [], len(gradients) * len(ways)
+    for gradient in gradients:
+        columns = []
+        for way in ways:
+            left -= 1
+            given = [gradient[:, level].to(keep.device) for level in way]  # [m, d] each
+            columns.append(held.pull([states[level] for level in way], given, keep=left > 0))  # [r, n]
+        found.append(torch.stack(columns, -1))  # [r, n, depth]
+    return torch.stack(found, -1)  # [r, n, depth, k]
+
+
+def text_readings(encoder: TextEncoder, texts: Sequence[Tokenized]) -> Iterator[tuple[list[int], Reading]]:
+    """Texts in batches of similar length, long ones one by one; each batch with the numbers of its texts."""
+    limit = positions_at_once(encoder.model, encoder.device)
+    source = word_table(encoder.model, encoder.name)
+    short = [k for k, text in enumerate(texts) if len(text.chunks) == 1]
+    groups = length_batches([len(texts[k].chunks[0]) for k in short], limit)
+    for which in [*([short[row] for row in rows] for rows in groups)]:
+        yield which, _reading(encoder, [texts[k] for k in which], [list(range(len(which)))], source)
+    for k, text in enumerate(texts):
+        if len(text.chunks) > 1:
+            rows = list(length_batches([len(chunk) for chunk in text.chunks], limit, in_order=True))
+            yield [k], _reading(encoder, [text], rows, source)
+
+
+def _reading(encoder: TextEncoder, texts: Sequence[Tokenized], rows: Sequence[list[int]], source: Tensor):
+    chunks = [chunk for text in texts for chunk in text.chunks]
+    keep = [row for text in texts for row in text.keep]
+    lengths = torch.tensor([text.n_pos for text in texts])[:, None]  # [b, 1]
+    mask = torch.arange(int(lengths.max())) < lengths  # [b, n_pos]
+    runs = [_text_run(encoder, [chunks[r] for r in group], [keep[r] for r in group]) for group in rows]
+    return Reading(runs, source, encoder.name, mask.to(encoder.device))
+
+
+def _text_run(encoder: TextEncoder, chunks: Sequence[list[int]], keep: Sequence[list[bool]]) -> Run:
+    longest, pad = max(map(len, chunks)), encoder.tokenizer.pad_token_id or 0
+    ids = torch.tensor([chunk + [pad] * (longest - len(chunk)) for chunk in chunks])  # [r, n]
+    lengths = torch.tensor([len(chunk) for chunk in chunks])[:, None]  # [r, 1]
+    attended = (torch.arange(longest) < lengths).long()  # [r, n]
+    mask = torch.tensor([row + [False] * (longest - len(row)) for row in keep])  # [r, n]
+    ids, attended, mask = (t.to(encoder.device) for t in (ids, attended, mask))
+
+    def call() -> list[Tensor]:
+        found = encoder.model(input_ids=ids, attention_mask=attended, output_hidden_states=True)
+        return [found.hidden_states[depth] for depth in encoder.depths]
+
+    return Run(call, mask)
+
+
+def image_readings(
+    encoder: VisionEncoder, pictures: Sequence[Picture]
+) -> Iterator[tuple[list[int], Reading]]:
+    """Images in batches, each with the numbers of its images."""
+    size = max(1, positions_at_once(encoder.model, encoder.device) // encoder.n_pos)
+    source = patch_filter(encoder.model, encoder.name)
+    for start in range(0, len(pictures), size):
+        which = list(range(start, min(start + size, len(pictures))))
+        pixels = encoder.pixels([pictures[k] for k in which])  # [b, channels, height, width]
+        pixels = pixels.to(encoder.device, encoder.model.dtype)
+        n = encoder.grid[0] * encoder.grid[1] + encoder.n_special
+        kept = torch.arange(n, device=encoder.device) >= (0 if encoder.special_tokens else encoder.n_special)
+
+        def call(pixels: Tensor = pixels) -> list[Tensor]:
+            found = encoder.model(pixel_values=pixels, output_hidden_states=True)
+            return [found.hidden_states[depth] for depth in encoder.depths]
+
+        mask = torch.ones(len(which), encoder.n_pos, dtype=torch.bool, device=encoder.device)  # [b, n_pos]
+        yield which, Reading([Run(call, kept.expand(len(which), n))], source, encoder.name, mask)
