@@ -101,20 +101,35 @@ def test_predictions_and_explanations_are_the_same_alone_in_a_batch_and_in_any_o
         np.testing.assert_allclose(backwards[k], alone, atol=1e-5)
         for other in (explained[k], explained_backwards[k]):
             np.testing.assert_allclose(other.values, why.values, atol=1e-5)
-            np.testing.assert_allclose(other.phi, why.phi, atol=1e-5)
             assert (other.offsets == why.offsets).all()
+        states = fitted.explain(SOME, of="states")[k]
+        np.testing.assert_allclose(states.values, fitted.explain(text, of="states").values, atol=1e-5)
+        np.testing.assert_allclose(states.phi, fitted.explain(text, of="states").phi, atol=1e-5)
 
 
-def test_explanations_add_up_to_the_scores(fitted):
+@pytest.mark.parametrize(
+    "options", [{}, {"by_depth": True}, {"of": "states"}], ids=["words", "depths", "states"]
+)
+def test_explanations_add_up_to_the_scores(fitted, options):
     for text in SOME:
-        why = fitted.explain(text)
+        why = fitted.explain(text, **options)
+        assert why.of == options.get("of", "words")
         assert why.completeness_error < 1e-5
         assert why.output_names == ["neg", "pos"]
         np.testing.assert_allclose(why.values.sum((0, 1)) + why.base_values, why.scores, atol=1e-4)
         margin = fitted.decision_function([text])[0]
         assert why.scores[1] - why.scores[0] == pytest.approx(margin, abs=1e-4)
-        assert why.values.shape == why.phi.shape == (len(why.offsets), 3, 2)
-        assert why.depths == [0, 1, 2]
+        assert why.depths == ([0, 1, 2] if options else ["all depths"])
+        assert why.values.shape == (len(why.offsets), len(why.depths), 2)
+        assert (why.phi is not None) == (why.of == "states")
+        np.testing.assert_allclose(why.probabilities, fitted.predict_proba([text])[0], atol=1e-5)
+
+
+def test_depths_split_what_words_add(fitted):
+    for text in SOME:
+        summed, split = fitted.explain(text), fitted.explain(text, by_depth=True)
+        np.testing.assert_allclose(split.values.sum(1), summed.values[:, 0], atol=1e-5)
+        np.testing.assert_allclose(split.base_values, summed.base_values, atol=1e-5)
 
 
 def test_explanations_point_into_the_text(fitted):
@@ -130,6 +145,8 @@ def test_explanations_point_into_the_text(fitted):
 def test_only_the_classes_asked_for_are_explained(fitted):
     every, one = fitted.explain("a good film"), fitted.explain("a good film", classes=["pos"])
     assert one.output_names == ["pos"]
+    np.testing.assert_allclose(one.values[..., 0], every.values[..., 1], atol=1e-6)
+    every, one = (fitted.explain("a good film", c, of="states") for c in (None, ["pos"]))
     np.testing.assert_allclose(one.values[..., 0], every.values[..., 1], atol=1e-6)
     np.testing.assert_allclose(one.phi[..., 0], every.phi[..., 1], atol=1e-5)
     with pytest.raises(ValueError, match=r"classes must be some of \['neg', 'pos'\], got 'other'"):
@@ -201,7 +218,7 @@ def test_many_classes(tiny):
     classifier = vr.RoutingClassifier(tiny, max_epochs=1).fit(TEXTS, y)
     assert len(classifier.classes_) == len(set(y)) > 10
     assert classifier.predict_proba(SOME).shape == (5, len(set(y)))
-    assert classifier.explain("good").values.shape == (3, 3, len(set(y)))
+    assert classifier.explain("good").values.shape == (3, 1, len(set(y)))
 
 
 def test_any_number_of_labels(tiny):

@@ -58,10 +58,10 @@ def test_every_head_can_be_fitted_saved_and_read(tiny, tmp_path):
         again = vr.RoutingClassifier.from_pretrained(tmp_path / head)
         np.testing.assert_allclose(again.predict_proba(TEXTS[:3]), classifier.predict_proba(TEXTS[:3]))
         assert again.get_params()["drop_inputs"] is again.get_params()["drop_features"] is None
-    with pytest.raises(
-        ValueError, match="explain needs head='routing', 'wide' or 'paper', got head='hopfield'"
-    ):
-        classifier.explain("good")
+        for of in ("words", "states"):
+            why = again.explain("good", of=of)
+            assert why.completeness_error < 1e-5
+            assert (why.phi is not None) == (of == "states" and head in ("routing", "wide", "paper"))
 
 
 @pytest.mark.parametrize("share", ["kept out", "given"])

@@ -583,7 +583,7 @@ def test_errors_of_groups():
         got.sum_groups(torch.tensor([0, 0, 0, 1, 1, 1, -1]))
     got = vr.contributions(head(), randn(2, 7, D), output=0)  # [b, i]
     for shape in ((3, 7), (2, 2, 7)):
-        with pytest.raises(ValueError, match=r"index must be .* of the batch, \[2\], got"):
+        with pytest.raises(ValueError, match=r"index must be .* the batch, \[2\], got"):
             got.sum_groups(torch.zeros(shape).long())
 
 

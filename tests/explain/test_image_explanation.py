@@ -15,7 +15,8 @@ from tests.helpers.explanations import HOSTILE
 from tests.helpers.pages import Parser, numbers_of
 from tests.helpers.tiny_vision import save_tiny_vision
 from vecroute.encoders import VisionEncoder
-from vecroute.explain.image import ImageExplanation, explain_hidden, explain_image
+from vecroute.explain.hidden import explain_hidden
+from vecroute.explain.image import ImageExplanation, explain_image
 from vecroute.explain.image_html import fragment, page, size_on_page
 from vecroute.io.images import Picture
 

@@ -91,9 +91,9 @@ def contributions(
         output = base + sum_i values_i
 
     ``values_i`` is the gradient times x_i, and ``base`` is the output at x = 0. Both hold phi, attention
-    weights, scales and gates fixed as they are at x. It takes one forward pass, one pass of the affine network
-    at x = 0, and one backward pass for each requested output; no graph is kept. The sum is exact to rounding,
-    1e-5 in float32 outside of autocast.
+    weights, scales and gates fixed as they are at x. It takes one forward pass, one pass of the affine
+    network at x = 0, and one backward pass for each requested output; no graph is kept. The sum is exact to
+    rounding, 1e-5 in float32 outside of autocast.
 
     Args:
         network: a routing; routings and other modules composed with ``Sequential`` and its kin; a head, which

@@ -107,7 +107,8 @@ class Gates(TorchFunctionMode):
                 out = func(*args, **kwargs)
             affine = rules.constantly(out)
         elif mark in (AFFINE, GATE, HELD) and plain in rules.RULES:
-            out, affine = rules.RULES[plain](func, *args, **kwargs)
+            copied = (args[0].clone(), *args[1:]) if in_place(name, kwargs) else args
+            out, affine = rules.RULES[plain](func, *copied, **kwargs)
         elif mark in (AFFINE, GATE):
             hold = held_factor(plain, args)
             if hold is None:

@@ -51,7 +51,8 @@ def gated(func, input, *args, **kwargs):
     with torch.no_grad():
         zero = input == 0
         u = input.masked_fill(zero, 1e-6)
-        value = func(u.clone() if kwargs.get("inplace") else u, *args, **kwargs)
+        changes_u = kwargs.get("inplace") or func.__name__.endswith("_")
+        value = func(u.clone() if changes_u else u, *args, **kwargs)
         gate = value / u
         value = value.masked_fill(zero, 0.0)
     return linear(input, value, lambda grad: grad * gate), lambda input, *_, **__: gate * input

@@ -1,5 +1,6 @@
 """From the hidden states of samples to what each of them adds to the scores of a head."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,12 +11,27 @@ from vecroute.heads import RoutingHead
 
 
 def explain_hidden(
-    head: Any, hidden: Tensor, mask: Tensor, outputs: Tensor
-) -> list[tuple[dict[str, Any], Tensor]]:
-    """What each hidden state adds to some outputs of a head: fields of explanations, and all scores.
+    head: Any, hidden: Tensor, outputs: Sequence[int]
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return contributions and credit [n_pos, depth, n], base and scores [n] of some outputs of a head.
 
     Args:
-        head: of ``vecroute.heads``; the credit phi is None unless it is a ``RoutingHead``.
+        head: one of ``vecroute.heads``. The credit is None unless it is a ``RoutingHead``.
+        hidden: [n_pos, depth, d_emb] hidden states of one sample.
+        outputs: which classes, by number.
+    """
+    mask = torch.ones(1, len(hidden), dtype=torch.bool)  # [1, n_pos]
+    ((fields, _),) = explain_states_of(head, hidden[None], mask, torch.tensor([list(outputs)]))
+    return fields["values"], fields["phi"], fields["base_values"], fields["scores"]
+
+
+def explain_states_of(
+    head: Any, hidden: Tensor, mask: Tensor, outputs: Tensor
+) -> list[tuple[dict[str, Any], Tensor]]:
+    """Return the contributions of hidden states: fields of explanations, and all scores, of each sample.
+
+    Args:
+        head: one of ``vecroute.heads``. The credit is None unless it is a ``RoutingHead``.
         hidden: [b, n_pos, depth, d_emb] hidden states of some samples.
         mask: [b, n_pos] True at those that are used.
         outputs: [b, k] which classes, by number.
@@ -40,8 +56,10 @@ def explain_hidden(
 
 
 @torch.no_grad()
-def credit(head: RoutingHead, hidden: Tensor, mask: Tensor, outputs: Tensor) -> Tensor:
-    """The credit [b, n_pos, depth, k] of hidden states for some outputs of each sample."""
-    phi = head.route(hidden, mask).phi.unit_variance().dense()  # [b, i, n_cls]
-    index = outputs.to(phi.device)[:, None].expand(-1, phi.shape[1], -1)  # [b, i, k]
-    return phi.gather(-1, index).reshape(*hidden.shape[:3], -1)  # [b, n_pos, depth, k]
+def credit(head: RoutingHead, hidden: Tensor, mask: Tensor, outputs: Tensor) -> list[Tensor]:
+    """Return the credit [n_pos, depth, k] of the hidden states of each sample for some of its outputs."""
+    phi = head.route(hidden, mask).phi.unit_variance()
+    return [
+        torch.stack([phi[b].column(j) for j in own], -1).reshape(*hidden.shape[1:3], -1)
+        for b, own in enumerate(outputs.tolist())
+    ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.aggregate import by_depth, sums
 from vecroute.explain.explanation import ARRAYS, Explanation, as_array, written
-from vecroute.explain.hidden import explain_hidden
+from vecroute.explain.hidden import explain_states_of
 from vecroute.explain.words import image_readings, split_words
 from vecroute.io.images import Picture
 from vecroute.ops.checks import check_choice, check_size
@@ -268,6 +268,35 @@ def region_of_tiles(mask: np.ndarray, tiles: np.ndarray, size: Sequence[int]) ->
     return found
 
 
+def explain_image(
+    encoder: VisionEncoder,
+    head: nn.Module,
+    picture: Picture,
+    outputs: Sequence[int],
+    names: Sequence[str],
+    *,
+    of: str = "states",
+) -> ImageExplanation:
+    """Explain some outputs of a head on a frozen encoder for one image.
+
+    It takes one backward pass for each of the outputs, and nothing that grows with the number of the others.
+
+    Args:
+        encoder: a ``VisionEncoder``.
+        head: a head on its hidden states.
+        picture: the image.
+        outputs: which classes, by number.
+        names: what they are called.
+        of: "words" for what each patch adds through the encoder, "states" for its hidden states.
+    """
+    check_choice("of", of, ("words", "states"))
+    explained = (explain_patches if of == "words" else explain_image_states)(
+        encoder, head, [picture], [list(outputs)]
+    )
+    ((fields, scores),) = explained
+    return ImageExplanation(**fields, output_names=names, probabilities=scores.softmax(-1)[list(outputs)])
+
+
 def explain_patches(
     encoder: VisionEncoder,
     head: nn.Module,
@@ -311,7 +340,7 @@ def explain_image_states(
     found: list[Any] = [None] * len(pictures)
     for batch in encoder.batches(encoder.tokenize(pictures)):
         chosen = torch.tensor([list(outputs[k]) for k in batch.which])  # [b, k]
-        explained = explain_hidden(head, batch.hidden, batch.mask, chosen)
+        explained = explain_states_of(head, batch.hidden, batch.mask, chosen)
         for k, (fields, scores) in zip(batch.which, explained, strict=True):
             places = _places(encoder, pictures[k])
             found[k] = {"of": "states", **fields, **places, "depths": encoder.depths}, scores

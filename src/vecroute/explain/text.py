@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.encoders.text import TextEncoder, Tokenized, strip_span
-from vecroute.explain.hidden import explain_hidden
+from vecroute.explain.hidden import explain_states_of
 from vecroute.explain.words import split_words, text_readings
 
 ALL_DEPTHS = "all depths"
@@ -137,7 +137,7 @@ def explain_states(
     found: list[Any] = [None] * len(texts)
     for batch in encoder.batches(tokenized):
         chosen = torch.tensor([list(outputs[k]) for k in batch.which])  # [b, k]
-        explained = explain_hidden(head, batch.hidden, batch.mask, chosen)
+        explained = explain_states_of(head, batch.hidden, batch.mask, chosen)
         for k, (fields, scores) in zip(batch.which, explained, strict=True):
             tokens = _tokens(encoder, texts[k], tokenized[k].tokens())
             found[k] = {"of": "states", **fields, **tokens, "depths": encoder.depths}, scores

@@ -118,8 +118,9 @@ def split_words(
         values.append(_pulled(held, run.keep, [g[own] for g in gradients], by_depth))  # [r, n, depth, k]
         zeros.append(_kept(held.at_zero(), run.keep))  # [m, depth, d]
     base = held_head.base(_padded(zeros, reading.mask))  # [b, k]
-    rows = values[0].flatten(1, 2) if alone else torch.cat([v.flatten(0, 2) for v in values])[None]
-    error = completeness_error(rows.mT.to(base), base, held_head.scores)  # [b, k] of rows [b, any, k]
+    many = len(base) > 1  # then each row of the one run is a sample
+    rows = values[0].flatten(1, 2) if many else torch.cat([v.flatten(0, 2) for v in values])[None]
+    error = completeness_error(rows.mT.to(base), base, held_head.scores)  # [b, k]
     check_complete(reading.name, error, precision(hidden))
     return Split(values, base, held_head.scores, held_head.all_scores)
 
