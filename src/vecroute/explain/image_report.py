@@ -47,13 +47,19 @@ def image_report(
         drawn = case_of(why[k], truth[k], predicted, found.confidence[k], f"{name}{k}")
         return drawn | {"known": truth[k] in known}
 
+    states = [why[k][found.names[found.best[k]]] for k in found.explained]
+    if states and states[0].of == "words":  # which say nothing of depths
+        states = [
+            classifier.explain(pictures[k], classes=[known[found.names[found.best[k]]]], of="states")
+            for k in found.explained
+        ]
     filled = {
         "title": title,
         "samples": "images",
         "n_labels": len(every),
         "examples": [case(k, "e") for k in examples],
         "wrong": [case(k, "w") for k in wrong],
-        "depths": depth_shares([why[k][found.names[found.best[k]]] for k in found.explained]),
+        "depths": depth_shares(states),
     }
     return environment().get_template("image_report.html").render(found.filled | filled | STYLE)
 

@@ -61,6 +61,9 @@ def report(
     chosen = sorted({*found.explained, *wrong})
     why = dict(zip(chosen, classifier.explain([texts[k] for k in chosen]), strict=True))
     explained = [why[k] for k in found.explained]
+    states = explained
+    if explained and explained[0].of == "words":  # which say nothing of depths
+        states = classifier.explain([texts[k] for k in found.explained], of="states")
     filled = {
         "title": title,
         "samples": "texts",
@@ -68,7 +71,7 @@ def report(
         # Of two labels, what raises one lowers the other.
         "words": [word_lists(explained, name) for name in (names[1:] if len(names) == 2 else names)],
         "fewest_uses": FEWEST_USES,
-        "depths": depth_shares(explained),
+        "depths": depth_shares(states),
     }
     return environment().get_template("report.html").render(found.filled | filled | STYLE)
 
@@ -172,9 +175,9 @@ def word_row(word: Word, share: float) -> dict[str, Any]:
 
 
 def depth_shares(explained: Sequence["Explanation"]) -> list[dict[str, Any]]:
-    """The share of each depth in the sizes of contributions and of credit, in per cent that add up."""
+    """The share of each depth in the sizes of contributions, and of credit if there is any, in per cent."""
     columns = []
-    for field in ("values", "phi"):
+    for field in ("values", "phi") if explained[0].phi is not None else ("values",):
         shares = [abs(getattr(why, field)).sum((0, 2), dtype=np.float64) for why in explained]  # [depth] each
         mean = np.mean([share / (share.sum() or 1) for share in shares], 0)  # [depth]
         columns.append(round_to_sum((1000 * mean).tolist(), round(1000 * mean.sum())))
