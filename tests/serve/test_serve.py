@@ -96,7 +96,7 @@ def test_margins_between_classes(client, classifier):
 
 
 def test_one_depth_has_its_contributions_alone(client, classifier):
-    why = classifier.explain(TEXT).aggregate("word")["good"]
+    why = classifier.explain(TEXT, by_depth=True).aggregate("word")["good"]
     answer = explained(client, output="good", depth=1)
     assert np.allclose([part["value"] for part in answer["parts"]], why.values[:, 1, 0], atol=1e-5)
     assert answer["shown"]["depths"]["names"] == ["embeddings", "layer 1", "layer 2"]

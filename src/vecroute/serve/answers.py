@@ -122,7 +122,7 @@ class Answers:
         key = (getattr(text, "key", text), *names)
         if key not in self.kept:
             labels = [self.labels[name] for name in names]
-            self.kept[key] = self.classifier.explain(text, classes=labels, of="states")
+            self.kept[key] = self.classifier.explain(text, classes=labels, by_depth=True)
             while len(self.kept) > N_KEPT:
                 self.kept.popitem(last=False)
         self.kept.move_to_end(key)
