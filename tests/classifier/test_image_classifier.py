@@ -187,7 +187,7 @@ def test_the_command_line_explains_an_image(run, model, photos, tmp_path):
     assert run("explain", model, image, "--html", tmp_path / "why.html").code == 0
     assert "data:image/png" in (tmp_path / "why.html").read_text()
     shown = run("explain", model, image).out
-    assert "Score of red" in shown
+    assert "Why red rather than" in shown
     assert "region 0" in shown
 
 

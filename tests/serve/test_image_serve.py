@@ -70,7 +70,7 @@ def test_explanations_add_up(client, unit, depth):
 
 
 def test_explanations_are_those_of_the_classifier(client, classifier):
-    why = classifier.explain(IMAGE)
+    why = classifier.explain(IMAGE, by_depth=True)
     answer = explained(client, unit="patch")
     assert answer["output"] == why.output_names[int(why.scores.argmax())] == answer["label"]
     assert [part["piece"] for part in answer["parts"]] == why.pieces
