@@ -2,18 +2,25 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
-from sklearn.base import BaseEstimator, ClassifierMixin  # type: ignore[import-untyped]
+from sklearn.base import (  # type: ignore[import-untyped]
+    BaseEstimator,
+    ClassifierMixin,
+    ClassNamePrefixFeaturesOutMixin,
+    TransformerMixin,
+)
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 from torch import Tensor
 
+from vecroute.classifier.columns import is_dataset, is_splits, labels_of, samples_and_labels, samples_of
 from vecroute.classifier.labels import (
     check_label_sets,
     check_labels,
@@ -22,6 +29,7 @@ from vecroute.classifier.labels import (
     examples,
     split,
 )
+from vecroute.classifier.vectors import n_vector, vectors
 from vecroute.encoders.cache import FeatureCache, Features, default_folder, windows
 from vecroute.encoders.either import is_of_images, load_encoder
 from vecroute.encoders.entries import text_key
@@ -40,7 +48,7 @@ WINDOW_CHARACTERS = 1_000_000  # of texts that are tokenized at a time
 WINDOW_IMAGES = 256
 
 
-class RoutingClassifier(ClassifierMixin, BaseEstimator):
+class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClassifierMixin, BaseEstimator):
     """Classify texts or images by routing all hidden states of a frozen Transformer to class scores.
 
     Where the encoder is a vision Transformer, everything said of texts holds for images: paths, PIL images or
@@ -158,17 +166,20 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             state.pop("encoder_", None)
         return state
 
-    def fit(self, X: Any, y: Any, *, validation: tuple[Any, Any] | None = None) -> "RoutingClassifier":
+    def fit(self, X: Any, y: Any = None, *, validation: Any = None) -> "RoutingClassifier":
         """Learn from texts and their labels.
 
         Args:
-            X: texts: a list, a pandas Series, a numpy array.
-            y: a label for each.
-            validation: texts and labels to validate on instead of a part of X.
+            X: texts: a list, a pandas Series, a numpy array; or a ``datasets.Dataset`` with a column of texts
+                and one of labels; or a ``datasets.DatasetDict``, whose splits "train" and "validation" are
+                learned from and validated on.
+            y: a label for each; None where X has labels.
+            validation: texts and labels, or a dataset, to validate on instead of a part of X.
 
         Raises:
             ValueError, TypeError: texts or labels that are missing, empty, of one class only, ...
         """
+        X, y, validation = samples_and_labels(X, y, validation, self._of_images())
         texts, task_labels, train_on, validate_on = self._samples(X, y, validation)
         recipe = self._recipe(len(texts))
         accelerator = make_accelerator(self.device)
@@ -194,23 +205,51 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         self.examples_ = examples(texts, task_labels) if self.keep_examples else []
         return self
 
-    def predict(self, X: Any) -> np.ndarray:
-        """The label of each text; a table of zeros and ones [n, n_cls] where multi_label=True."""
+    def predict(self, X: Any) -> Any:
+        """The label of each text; a table of zeros and ones [n, n_cls] where multi_label=True.
+
+        X may be a dataset, as in ``fit``; the labels of a ``DatasetDict`` come by its splits.
+        """
+        if is_splits(X):
+            return {split: self.predict(part) for split, part in X.items()}
         scores = self._scores(X)  # [n, n_cls]
         if self.multi_label:
             return (scores > 0).long().numpy()
         return self.classes_[scores.argmax(-1).numpy()]
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: Any) -> Any:
         """The probability of each class for each text, [n, n_cls], in the order of ``classes_``."""
+        if is_splits(X):
+            return {split: self.predict_proba(part) for split, part in X.items()}
         scores = self._scores(X)  # [n, n_cls]
         return (scores.sigmoid() if self.multi_label else scores.softmax(-1)).numpy()
+
+    def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
+        """The share of texts whose label is predicted; y may be None where X is a dataset with labels."""
+        return super().score(X, labels_of(X) if y is None and is_dataset(X) else y, sample_weight)
 
     def decision_function(self, X: Any) -> np.ndarray:
         """The score of each class for each text, [n, n_cls]; with two classes their difference, [n]."""
         scores = self._scores(X).numpy()  # [n, n_cls]
         two = len(self.classes_) == 2 and not self.multi_label
         return scores[:, 1] - scores[:, 0] if two else scores
+
+    def transform(self, X: Any) -> np.ndarray:
+        """A vector for each text, [n, k], float32: the hidden vectors of the routing head side by side.
+
+        With n_hid hidden vectors of size d_hid, k = n_hid d_hid; for a pooling head it is the pooled vector.
+        So a classifier can stand in a pipeline of scikit-learn before anything else.
+        """
+        check_is_fitted(self)
+        head = partial(vectors, self.head_)
+        found = [self._through(head, *some) for some in self._windows(X)]  # [b, k] each
+        return torch.cat(found).numpy()  # [n, k]
+
+    @property
+    def _n_features_out(self) -> int:
+        """k of ``transform``, from which ``get_feature_names_out`` makes names."""
+        check_is_fitted(self)
+        return n_vector(self.head_)
 
     def explain(
         self,
@@ -273,14 +312,16 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
         cls,
         folder: str | Path,
         *,
+        revision: str | None = None,
         encoder: Any = None,
         device: str | None = None,
         verbose: bool | None = None,
     ) -> "RoutingClassifier":
-        """Read what ``save_pretrained`` wrote.
+        """Read what ``save_pretrained`` or ``push_to_hub`` wrote.
 
         Args:
-            folder: the folder.
+            folder: the folder, or the name of the classifier on the Hugging Face hub, such as "owner/name".
+            revision: a branch, tag or commit on the hub.
             encoder: where the encoder is now, None for where it was.
             device, verbose: as in the constructor.
 
@@ -288,9 +329,37 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             ValueError: a file that is missing or damaged, weights that are NaN or infinite, an encoder that
                 is not there, or not the one of the training.
         """
+        from vecroute.classifier.hub import find
         from vecroute.classifier.saving import load_classifier
 
-        return load_classifier(cls, Path(folder), encoder, device, verbose)
+        return load_classifier(cls, find(folder, revision), encoder, device, verbose)
+
+    def push_to_hub(
+        self,
+        name: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        message: str = "Upload a classifier",
+        about: dict | None = None,
+    ) -> str:
+        """Upload the classifier and its model card to the Hugging Face hub, as you are logged in there.
+
+        Args:
+            name: "owner/name"; it is made if it is not there.
+            private: whether others may not see it, None for what is usual there.
+            revision: the branch to upload to, None for the main one.
+            message: of the commit.
+            about: more to remember, as in ``save_pretrained``.
+
+        Returns:
+            The address of the commit.
+        """
+        from vecroute.classifier.hub import push
+
+        check_is_fitted(self)
+        about = {**getattr(self, "about_", {}), **(about or {})}
+        return push(self, name, private=private, revision=revision, message=message, about=about)
 
     def _samples(self, X: Any, y: Any, validation: tuple[Any, Any] | None):
         """Checked texts and labels, and which samples to train and to validate on."""
@@ -370,25 +439,31 @@ class RoutingClassifier(ClassifierMixin, BaseEstimator):
             )
         return self.encoder_, self.head_
 
-    @torch.inference_mode()
     def _scores(self, X: Any) -> Tensor:
         """The scores [n, n_cls] of texts in double precision, on the CPU."""
-        encoder, _ = self._ready()
-        samples: Any = (check_images if isinstance(encoder, VisionEncoder) else check_texts)(X)
-        sizes = [len(s) if isinstance(s, str) else WINDOW_CHARACTERS // WINDOW_IMAGES for s in samples]
-        found = []
-        for group in windows(sizes, WINDOW_CHARACTERS):  # so that tokens do not fill memory
-            batches = encoder.batches(encoder.tokenize([samples[k] for k in group]))
-            found.append(self._scores_of(batches, len(group)))  # [n, n_cls]
-        return torch.cat(found)  # [n, n_cls]
+        return torch.cat([self._scores_of(*some) for some in self._windows(X)])  # [n, n_cls]
 
-    @torch.inference_mode()
     def _scores_of(self, batches: Iterable[Batch], n: int) -> Tensor:
         """The scores [n, n_cls] of n texts whose hidden states come in batches."""
+        return self._through(self.head_, batches, n).double()
+
+    def _windows(self, X: Any) -> Iterator[tuple[Iterable[Batch], int]]:
+        """Batches of hidden states of some texts after the other, and how many, so that tokens fit memory."""
+        encoder, _ = self._ready()
+        images = isinstance(encoder, VisionEncoder)
+        samples: Any = (check_images if images else check_texts)(samples_of(X, images))
+        sizes = [len(s) if isinstance(s, str) else WINDOW_CHARACTERS // WINDOW_IMAGES for s in samples]
+        for group in windows(sizes, WINDOW_CHARACTERS):
+            yield encoder.batches(encoder.tokenize([samples[k] for k in group])), len(group)
+
+    @torch.inference_mode()
+    def _through(self, head: Callable[..., Tensor], batches: Iterable[Batch], n: int) -> Tensor:
+        """What a part of the head makes of the hidden states of n texts, [n, k], on the CPU."""
         device = next(self.head_.parameters()).device
-        scores = torch.empty(n, len(self.classes_), device=device)  # [n, n_cls]
+        rows: Any = None
         for batch in batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                found = self.head_(batch.hidden.to(device, torch.float32), batch.mask.to(device))
-            scores[batch.which] = found.float()  # [b, n_cls]
-        return scores.cpu().double()
+                found = head(batch.hidden.to(device, torch.float32), batch.mask.to(device)).float()  # [b, k]
+            rows = found.new_empty(n, found.shape[1]) if rows is None else rows  # [n, k]
+            rows[batch.which] = found
+        return rows.cpu()

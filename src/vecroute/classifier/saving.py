@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from vecroute.classifier.card import model_card
 from vecroute.encoders.finding import first_line
 from vecroute.encoders.identity import Identity, difference
 from vecroute.encoders.loading import pick_device
@@ -260,47 +261,3 @@ def read_weights(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor
 def config_sha256(config: dict[str, Any]) -> str:
     rest = {name: value for name, value in config.items() if name != "model_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def model_card(config: dict[str, Any]) -> str:
-    """README.md, as the Hugging Face hub shows it."""
-    encoder, n, classes = config["encoder"], config["n_texts"], config["classes"]
-    accuracy = config["validation_accuracy"]
-    samples = config["samples"]
-    task, example = ("image", "some.jpg") if samples == "images" else ("text", "some text")
-    position = "patch" if samples == "images" else "token"
-    validated = "not validated" if accuracy is None else f"{accuracy:.3f} on {n['validation']} {samples}"
-    results = "".join(f"| {name} | {value} |\n" for name, value in config["about"].items())
-    named = ", ".join(f"`{label}`" for label in classes[:50]) + (", ..." if len(classes) > 50 else "")
-    revision = f", revision `{encoder['revision']}`" if encoder["revision"] else ""
-    return f"""---
-library_name: vecroute
-pipeline_tag: {task}-classification
-tags: [{task}-classification, vecroute, explainability]
----
-
-# {task.capitalize()} classifier
-
-It routes the hidden states of every {position} at every depth of a frozen Transformer to class scores, and
-says what each of them added.
-
-| | |
-|---|---|
-| classes | {named} |
-| {samples} learned from | {n["train"]} |
-| validation accuracy | {validated} |
-| encoder | `{encoder["name"]}`{revision} |
-| sha256 of the encoder's weights | `{encoder["weights"]}` |
-| head | `{config["params"]["head"]}` |
-| vecroute | {config["vecroute"]} |
-{results}
-The encoder is not part of this folder: it is loaded by its name, and checked.
-
-```python
-import vecroute as vr
-
-classifier = vr.RoutingClassifier.from_pretrained("path/to/this/folder")
-classifier.predict(["{example}"])
-classifier.explain("{example}").to_html("why.html")
-```
-"""

@@ -99,6 +99,14 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         raise ValueError("device must be cpu, cuda, cuda:0, ..., got 'meta', which computes nothing")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device!s}, but there is no GPU that torch can use")
+    try:
+        torch.zeros(1, device=found).item()
+    except (
+        RuntimeError,
+        NotImplementedError,
+        AssertionError,
+    ) as error:  # "meta", or a device that is not there
+        raise ValueError(f"device {device!s} cannot be used here: {first_line(error)}") from error
     return found
 
 

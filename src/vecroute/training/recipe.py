@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from vecroute.ops.checks import check_size
+
 # Where the number of epochs is left to us: about 1000 steps, in 3 to 20 epochs. Of little data up to 100, so
 # that there are 150 steps, or 50 for each class: of many classes a step says little about each.
 STEPS, FEWEST_EPOCHS, MOST_EPOCHS = 1000, 3, 20
@@ -51,6 +53,19 @@ class Recipe:
     mixed_precision: str = "auto"
     shard_inputs: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_epochs is not None:
+            check_size("max_epochs", self.max_epochs)
+        check_size("batch_size", self.batch_size)
+        for name in ("lr", "weight_decay", "mixup", "patience"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0) or (name == "lr" and not value):
+                what = "more than 0" if name == "lr" else "at least 0"
+                raise ValueError(f"{name} must be a finite number, {what}, got {value}")
+        for name in ("drop_inputs", "drop_features", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be from 0 to less than 1, got {getattr(self, name)}")
 
 
 class Source(Protocol):

@@ -1,0 +1,80 @@
+"""Columns of Hugging Face datasets, known by what they offer, so that their package is not needed."""
+
+from typing import Any
+
+import numpy as np
+
+TEXTS, IMAGES, LABELS = ("text", "sentence"), ("image", "img"), ("label", "labels")
+
+
+def is_dataset(X: Any) -> bool:
+    """Whether it is a ``datasets.Dataset``."""
+    return hasattr(X, "features") and hasattr(X, "column_names") and hasattr(X, "__getitem__")
+
+
+def is_splits(X: Any) -> bool:
+    """Whether it is a ``datasets.DatasetDict``: datasets by the names of their splits."""
+    return isinstance(X, dict) and bool(X) and all(is_dataset(part) for part in X.values())
+
+
+def samples_of(X: Any, images: bool) -> Any:
+    """The column of texts, or of images, of a dataset; anything else as it is.
+
+    Raises:
+        ValueError: no column, or several, could be meant; or X has splits, of which one is to be chosen.
+    """
+    if is_splits(X):
+        raise ValueError(f"X must be one split of the dataset, such as X[{min(X)!r}], got {sorted(X)}")
+    if not is_dataset(X):
+        return X
+    kind = "images" if images else "texts"
+    known = IMAGES if images else TEXTS
+    typed = [name for name, feature in X.features.items() if is_of(feature, images)]
+    return list(X[choose(X, known, typed, kind)])
+
+
+def labels_of(X: Any) -> np.ndarray:
+    """The column of labels of a dataset, by the names of its classes where it has such names.
+
+    Raises:
+        ValueError: no column, or several, could be meant; or a label is missing, -1 in datasets.
+    """
+    typed = [name for name, feature in X.features.items() if hasattr(feature, "int2str")]
+    column = choose(X, LABELS, typed, "labels")
+    labels, names = list(X[column]), getattr(X.features[column], "names", None)
+    if not names:
+        return np.array(labels, dtype=object)
+    for k, label in enumerate(labels):
+        if label is None or label < 0:
+            raise ValueError(f"column {column!r} of X must have a label for each text, row {k} has {label}")
+    return np.array([names[label] for label in labels], dtype=object)
+
+
+def samples_and_labels(X: Any, y: Any, validation: Any, images: bool) -> tuple[Any, Any, Any]:
+    """X, y and validation of ``fit``, where X may be a dataset, or splits, such as "train"."""
+    if is_splits(X):
+        if "train" not in X:
+            raise ValueError(f"X must have the split 'train', got {sorted(X)}")
+        if validation is None and "validation" in X:
+            validation = X["validation"]
+        X = X["train"]
+    if validation is not None and is_dataset(validation):
+        validation = samples_of(validation, images), labels_of(validation)
+    if is_dataset(X):
+        X, y = samples_of(X, images), labels_of(X) if y is None else y
+    if y is None:
+        raise TypeError("y must be a label for each text, got None")
+    return X, y, validation
+
+
+def is_of(feature: Any, images: bool) -> bool:
+    return type(feature).__name__ == "Image" if images else getattr(feature, "dtype", None) == "string"
+
+
+def choose(X: Any, known: tuple[str, ...], typed: list[str], kind: str) -> str:
+    """The column with one of the known names, else the only one of its type."""
+    found = [name for name in known if name in X.column_names] or typed
+    if len(found) != 1 and not (found and found[0] in known):
+        hint = f"name one of them {known[0]!r} by rename_column"
+        raise ValueError(f"X must have one column of {kind}, got the columns {X.column_names}: {hint}")
+    return found[0]

@@ -1,0 +1,71 @@
+"""Whole classifiers on the Hugging Face hub: push one, and load one by its name."""
+
+import logging
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vecroute.classifier.card import model_card
+from vecroute.classifier.saving import read_config
+from vecroute.storage import require
+
+logger = logging.getLogger(__name__)
+
+FILES = ("config.json", "model.safetensors", "README.md")
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def push(
+    classifier: Any, name: str, *, private: bool | None, revision: str | None, message: str, about: dict
+) -> str:
+    """Upload the folder of a classifier; see ``RoutingClassifier.push_to_hub``."""
+    check_name(name)
+    client = require("huggingface_hub", "hf").HfApi()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "model"
+        classifier.save_pretrained(place, about=about)
+        (place / "README.md").write_text(model_card(read_config(place), name))
+        encoder = classifier.encoder_.name
+        if Path(encoder).expanduser().exists():
+            logger.warning(
+                "encoder %s is a folder of this machine: whoever loads %s must say encoder=...", encoder, name
+            )
+        client.create_repo(name, private=private, exist_ok=True)
+        if revision is not None:
+            client.create_branch(name, branch=revision, exist_ok=True)
+        done = client.upload_folder(
+            repo_id=name,
+            folder_path=place,
+            revision=revision,
+            commit_message=message,
+            allow_patterns=list(FILES),
+        )
+    return str(getattr(done, "commit_url", done))
+
+
+def find(folder: str | Path, revision: str | None) -> Path:
+    """The folder of a classifier: the given one, or a copy of the one that has this name on the hub.
+
+    Raises:
+        ValueError: it is neither a folder that is there nor a name that the hub knows.
+    """
+    place, name = Path(folder), str(folder)
+    # Where there is a folder of the owner's name, a folder is meant: a mistake in its name is said at once.
+    if place.exists() or place.parent.exists() or not NAME.fullmatch(name):
+        if revision is not None and place.exists():
+            raise ValueError(f"revision is for names on the hub, {folder} is a folder")
+        return place  # reading it says what is wrong
+    hub = require("huggingface_hub", "hf")
+    try:
+        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
+    except Exception as error:  # of the network, of the hub, or of its files: each has its own type
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{name} is no folder that is there, and could not be loaded from the hub: {lines[0]}"
+        ) from error
+
+
+def check_name(name: str) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(f"name must be 'owner/name' on the hub, got {name!r}")
