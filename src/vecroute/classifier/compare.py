@@ -14,6 +14,7 @@ from vecroute.heads import HEADS
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.training.loop import BATCH_BYTES, make_accelerator
 
+WIDTH = 100  # of the table, in characters
 FLIPS = 10_000  # of signs, for the paired test
 
 
@@ -131,22 +132,36 @@ def paired_test(gain: np.ndarray, seed: int = 0) -> float:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print what ``compare`` found as a table."""
+    """Print what ``compare`` found as a table, the best of each column in bold."""
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("head", "accuracy", "spread", f"minus {rows[0]['head']}", "p", "seconds", "parameters")
+    first = rows[0]["head"]
+    columns = ("head", "accuracy", "spread", f"minus {first}", "p", "seconds", "parameters", "")
     table = Table(*columns, box=None)
+    best = {"accuracy": max(row["accuracy"] for row in rows)}
+    best |= {name: min(row[name] for row in rows) for name in ("seconds", "parameters")}
+
+    def cell(row: dict[str, Any], name: str, form: str) -> str:
+        text = format(row[name], form)
+        return f"[bold]{text}[/bold]" if len(rows) > 1 and row[name] == best[name] else text
+
     for row in rows:
-        spread = "" if row["spread"] is None else f"{row['spread']:.4f}"
-        first = row is rows[0]
+        others = ("", "") if row is rows[0] else (f"{row['difference']:+.4f}", f"{row['p']:.4f}")
         table.add_row(
             row["head"],
-            f"{row['accuracy']:.4f}",
-            spread,
-            "" if first else f"{row['difference']:+.4f}",
-            "" if first else f"{row['p']:.4f}",
-            f"{row['seconds']:.1f}",
-            f"{row['parameters']:,}",
+            cell(row, "accuracy", ".4f"),
+            "" if row["spread"] is None else f"{row['spread']:.4f}",
+            *others,
+            cell(row, "seconds", ".1f"),
+            cell(row, "parameters", ","),
+            "best" if len(rows) > 1 and row["accuracy"] == best["accuracy"] else "",
         )
-    Console().print(table)
+    console = Console()
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    console.print(table)
+    told = (
+        "Higher accuracy, fewer seconds and fewer parameters are better. spread: standard deviation over the "
+        f"seeds. p: how likely chance alone makes a difference to {first} as large."
+    )
+    console.print(told, highlight=False, markup=False)

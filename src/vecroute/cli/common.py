@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import IO, Annotated, Any, NoReturn
 
 import typer
 
@@ -110,6 +110,20 @@ def checked(texts: Any, name: str, where: Any, first: int = 0) -> list[str]:
     from vecroute.classifier.labels import check_texts
 
     return check_texts(texts, f"column {name!r} of {where}", first)
+
+
+def standard_input() -> IO[bytes]:
+    if sys.stdin is None:
+        raise ValueError("standard input is closed: name what to read")
+    return sys.stdin.buffer
+
+
+def lines_of_input() -> list[str]:
+    """The lines of standard input that say something."""
+    from vecroute.io.tables import LINE, pieces_of
+
+    pieces = pieces_of(standard_input(), "txt", "standard input")
+    return [row[LINE] for piece in pieces for row in piece.rows if row[LINE].strip()]
 
 
 def classify(classifier: Any, texts: Sequence[Any]) -> Any:

@@ -2,13 +2,22 @@
 
 import enum
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vecroute.cli.common import Device, Encoder, Model, app, checked, load
+from vecroute.cli.common import (
+    Device,
+    Encoder,
+    Model,
+    app,
+    check_output,
+    checked,
+    lines_of_input,
+    load,
+    wrote,
+)
 
 
 class Unit(enum.StrEnum):
@@ -31,15 +40,16 @@ def explain(
     by: Annotated[
         Unit | None, typer.Option(help="What to sum contributions over; words or regions if left out.")
     ] = None,
-    top: Annotated[int, typer.Option(help="How many of the strongest to list.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="How many of the strongest to list.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each text.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page for one text to this file.")] = None,
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
     """Show what each word of a text, or each region of an image, added to the score of a class."""
+    check_output(html)
     classifier = load(model, encoder, device)
-    texts = checked(text or [line.rstrip("\n") for line in sys.stdin], "TEXT", "the command line")
+    texts = checked(text or lines_of_input(), "TEXT", "the command line")
     if html is not None and len(texts) > 1:
         raise ValueError(f"--html takes one text, got {len(texts)}")
     for one in texts:
@@ -48,6 +58,7 @@ def explain(
         unit = by.value if by else "region" if "region" in why.units else "word"
         if html is not None:
             why.to_html(html, unit=unit, outputs=None if class_ is None else [class_])
+            wrote(html)
         if as_json:
             print(json.dumps(explained(why, unit), ensure_ascii=False))
         elif html is None:

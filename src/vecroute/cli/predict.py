@@ -19,6 +19,7 @@ from vecroute.cli.common import (
     check_kind,
     column,
     load,
+    standard_input,
     tell,
     told,
 )
@@ -63,8 +64,8 @@ def predict(
     from vecroute.io.samples import listed, text_of
 
     check_data(data)
-    if str(data) == "-" and sys.stdin is None:
-        raise ValueError("standard input is closed: name a file of texts")
+    if str(data) == "-":
+        standard_input()  # raises if it is closed
     classifier = load(model, encoder, device)
     check_kind(classifier, model, data)
     names = [str(label) for label in classifier.classes_]
@@ -114,7 +115,7 @@ def read_rows(
             yield text, piece
     else:
         given, text = ("txt", LINE) if kind is Input.lines else (kind.value, text)
-        source = sys.stdin.buffer
+        source = standard_input()
         for piece in pieces_of(source, given, "standard input", text, rows=rows, delimiter=delimiter):
             yield text, piece
 

@@ -20,6 +20,7 @@ FRACTIONS = (
     0.5,
 )  # of the tokens, over which comprehensiveness and sufficiency are means
 CURVE = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the tokens, at which insertion and deletion are looked at
+WIDTH = 100  # of the table, in characters
 BATCH_POSITIONS = {"cuda": 32_768, "cpu": 2_048}
 # What is measured, and whether more is better.
 MEASURES = {
@@ -270,12 +271,22 @@ def is_measure(name: str) -> bool:
 
 
 def show(summary: Sequence[dict[str, Any]]) -> None:
-    """Print what ``summarize`` found as a table."""
+    """Print what ``summarize`` found as a table: a block for each measure, its best method in bold."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("method", "measure", "mean", "95 % interval", "texts", box=None)
-    for row in summary:
-        interval = f"{row['low']:.3g} to {row['high']:.3g}"
-        table.add_row(row["method"], row["measure"], f"{row['mean']:.3g}", interval, str(row["texts"]))
-    Console().print(table)
+    table = Table("method", "mean", "95 % interval", "", box=None)
+    for measure in dict.fromkeys(row["measure"] for row in summary):
+        rows = [row for row in summary if row["measure"] == measure]
+        more = MEASURES.get(measure.removesuffix("_masked"), False)  # seconds: less is better
+        best = (max if more else min)(row["mean"] for row in rows)
+        table.add_row(f"{measure}: {'higher' if more else 'lower'} is better, {rows[0]['texts']} texts")
+        for row in rows:
+            is_best = row["mean"] == best and len(rows) > 1
+            interval = f"{row['low']:.3g} to {row['high']:.3g}"
+            cells = (f"  {row['method']}", f"{row['mean']:.3g}", interval, "best" if is_best else "")
+            table.add_row(*cells, style="bold" if is_best else "")
+    console = Console()
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    console.print(table)
+    console.print("Measures whose name ends in _masked leave the hidden states as they are.", highlight=False)

@@ -24,11 +24,12 @@ def renderable(explanation: "Explanation", output: Any = None, k: int = 10, unit
     question = decided(explanation) if output is None else Question(str(output))
     rows = asked(whole, question)
     numbers = shown(rows)
-    head = text.Text(f"{predicted(explanation)}\n")
-    head.append(f"{question.title} Score: {numbers.number(numbers.score)}", style="bold")
+    head = text.Text(visible(f"{predicted(explanation)}\n"))
+    head.append(visible(f"{question.title} Score: {numbers.number(numbers.score)}"), style="bold")
     told = chance(explanation, question)
     if told:
-        head.append("\n{what}: {percent} = {formula}, with T = {temperature}".format(**told), style="dim")
+        formula = "\n{what}: {percent} = {formula}, with T = {temperature}".format(**told)
+        head.append(visible(formula), style="dim")
     head.append(f"\n{meaning(explanation, rows.unit)}", style="dim")
 
     grid = table.Table.grid(padding=(0, 2))
@@ -39,7 +40,7 @@ def renderable(explanation: "Explanation", output: Any = None, k: int = 10, unit
     for line in lines:
         length = round(BAR * abs(line.value) / longest)
         bar = text.Text.assemble((("+" if line.value > 0 else "-") * length, style(line.value, longest)))
-        label = text.Text(line.label, style="italic" if line.is_sum else "")
+        label = text.Text(visible(line.label), style="italic" if line.is_sum else "")
         grid.add_row(label, numbers.number(line.value, "+"), bar)
     grid.add_row(text.Text("score", style="bold"), text.Text(numbers.number(numbers.score), style="bold"))
 

@@ -9,6 +9,8 @@ from sklearn.metrics import (  # type: ignore[import-untyped]
     precision_recall_fscore_support,
 )
 
+from vecroute.io.cells import visible
+
 BINS = 15  # of confidence, for the calibration error
 TOP = 5  # how often the label is among so many, where there are more classes
 
@@ -63,20 +65,22 @@ def confidence_bins(confidence: np.ndarray, right: np.ndarray) -> list[tuple[flo
 def show(result: dict[str, Any], samples: str = "texts") -> None:
     """Print what ``evaluate`` measured as tables."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
+    names = [escape(visible(name)) for name in result["labels"]]  # neither markup nor control characters
     for key in ("accuracy", "top5_accuracy", "macro_f1", "calibration_error"):
         if key in result:
             name = {"top5_accuracy": "top-5 accuracy", "macro_f1": "macro F1"}.get(key, key.replace("_", " "))
             console.print(f"{name:18}{result[key]:.4f}", highlight=False)
     console.print(f"{samples:18}{result['n']}\n", highlight=False)
     table = Table("class", "precision", "recall", "F1", samples, box=None)
-    for name, row in result["per_class"].items():
+    for name, row in zip(names, result["per_class"].values(), strict=True):
         table.add_row(name, *(f"{row[key]:.4f}" for key in ("precision", "recall", "f1")), str(row["n"]))
     console.print(table)
-    confusion = Table("label \\ predicted", *result["labels"], box=None)
-    for name, row in zip(result["labels"], result["confusion"], strict=True):
+    confusion = Table("label \\ predicted", *names, box=None)
+    for name, row in zip(names, result["confusion"], strict=True):
         confusion.add_row(name, *map(str, row))
     console.print()
     console.print(confusion)
