@@ -120,12 +120,11 @@ def read_data(
 
 def check_place(out: Path, force: bool) -> None:
     """Raise now what writing would raise after all the work."""
-    from vecroute.classifier.saving import read_config
+    from vecroute.classifier.saving import check_place as check_replaced
 
-    if out.exists():
-        if not force:
-            raise ValueError(f"{out} exists: choose another --out, or replace a model by --force")
-        read_config(out)  # raises if it is no model
+    if out.exists() and not force:
+        raise ValueError(f"{out} exists: choose another --out, or replace a model by --force")
+    check_replaced(out, force)
     place = next(parent for parent in out.absolute().parents if parent.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise ValueError(f"{out} cannot be written: {place} is no folder to write to")
