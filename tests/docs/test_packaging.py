@@ -172,3 +172,23 @@ def test_citation_cites_the_paper():
     assert paper["title"] == "An Algorithm for Routing Vectors in Sequences"
     assert [author["family-names"] for author in paper["authors"]] == ["Heinsen"]
     assert paper["url"] == "https://arxiv.org/abs/2211.11754"
+
+
+def test_commits_are_checked_as_make_check_does():
+    """The hooks of .pre-commit-config.yaml run every tool of `make check`."""
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = " ".join(hook["entry"] for hook in local["hooks"])
+    recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    tools = re.findall(r"\$\(BIN\)/(\w+(?: (?:check|format))?)", recipe[1])
+    assert tools
+    assert [tool for tool in tools if f".venv/bin/{tool}" not in hooks] == []
+
+
+@pytest.mark.parametrize(
+    "form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.name
+)
+def test_issue_forms_ask_something(form):
+    found = yaml.safe_load(form.read_text())
+    assert {"name", "description", "body"} <= found.keys()
+    assert all(part["attributes"]["label"] for part in found["body"])
