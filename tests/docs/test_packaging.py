@@ -20,7 +20,7 @@ import vecroute as vr
 from tests.helpers.guides import blocks
 from tests.helpers.paths import ROOT
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 # Every public name, no more and no less. A new one is added here, to ``__all__`` and to the changelog.
 PUBLIC_NAMES = {
