@@ -43,6 +43,7 @@ __all__ = [
     "contributions",
     "distributed",
     "encoders",
+    "explain_model",
     "load_reference_state_dict",
     "networks",
     "stability",
@@ -52,6 +53,7 @@ __all__ = [
 # first use, so that ``import vecroute`` needs torch alone.
 _LAZY = {
     "Explanation": ("vecroute.explain", "data"),
+    "explain_model": ("vecroute.explain.model", "hf,sklearn,data"),
     "RoutingClassifier": ("vecroute.classifier", "hf,sklearn,data"),
     "distributed": ("vecroute", "data"),
     "encoders": ("vecroute", "hf"),

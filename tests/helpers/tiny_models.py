@@ -16,6 +16,8 @@ KINDS = {
     "bert": (transformers.BertConfig, {"max_position_embeddings": 40}),
     "roberta": (transformers.RobertaConfig, {"max_position_embeddings": 42, "pad_token_id": 1}),
     "distilbert": (transformers.DistilBertConfig, {"max_position_embeddings": 40}),
+    "mpnet": (transformers.MPNetConfig, {"max_position_embeddings": 42}),
+    "electra": (transformers.ElectraConfig, {"max_position_embeddings": 40, "embedding_size": 8}),
     "deberta": (
         transformers.DebertaV2Config,
         {

@@ -1,24 +1,21 @@
 """Explanations of what a classifier predicts: checked arguments in, explanations out."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from vecroute.classifier.labels import check_texts
 from vecroute.encoders.vision import VisionEncoder
-from vecroute.explain.explanation import Explanation
-from vecroute.explain.image import ImageExplanation, explain_image_states, explain_patches
-from vecroute.explain.samples import check_samples, explain_samples
+from vecroute.explain.explanation import Explanation, where_from
+from vecroute.explain.image import N_EXPLAINED, ImageExplanation, explain_image_states, explain_patches
+from vecroute.explain.samples import check_samples
 from vecroute.explain.text import explain_states, explain_words
 from vecroute.io.images import Picture, check_images, is_image
 from vecroute.ops.checks import check_choice
 
 if TYPE_CHECKING:
     from vecroute.classifier.estimator import RoutingClassifier
-
-N_EXPLAINED = 10  # classes of an image that are explained unless others are asked for
 
 
 def explain(
@@ -48,17 +45,15 @@ def explain(
         )
     elif of == "states":
         explained = explain_states(encoder, head, texts, outputs)
-    elif samples:
-        explained = explain_samples(encoder, head, texts, outputs, samples, seed=classifier.random_state)
     else:
-        explained = explain_words(encoder, head, texts, outputs, by_depth=by_depth)
+        explained = explain_words(encoder, head, texts, outputs, by_depth=by_depth, samples=samples)
     kind: Any = ImageExplanation if images else Explanation
     names = [str(label) for label in classifier.classes_.tolist()]
     temperature = float(getattr(classifier, "temperature_", 1.0))
     common: dict[str, Any] = {
         "temperature": temperature,
         "multi_label": classifier.multi_label,
-        "about": about(encoder.name),
+        "about": where_from(encoder.name),
     }
     found = [
         kind(
@@ -92,8 +87,3 @@ def probabilities(scores: Tensor, temperature: float, multi_label: bool) -> Tens
     """Of all scores [n_cls]."""
     scores = scores.double() / temperature  # [n_cls]
     return scores.sigmoid() if multi_label else scores.softmax(-1)  # [n_cls]
-
-
-def about(model: str) -> dict[str, Any]:
-    """Where an explanation comes from."""
-    return {"model": model, "date": datetime.now(UTC).date().isoformat()}

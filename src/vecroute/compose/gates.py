@@ -77,7 +77,8 @@ class Gates(TorchFunctionMode):
             return self._from_source(func, args, kwargs)
         marks = _marks(args, kwargs)
         if not marks:
-            return func(*args, **kwargs)
+            with torch.no_grad():  # gradients are for x alone
+                return func(*args, **kwargs)
         name = name_of(func)
         if name in rules.DECISIONS:
             raise NotAffine(f"{name}, by which values decide what is computed,")
@@ -239,12 +240,15 @@ def in_place(name: str, kwargs: dict) -> bool:
     return bool(kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
 
 
-def _without_gradients(args: tuple) -> tuple:
-    """The arguments, with weights that are no part of the graph of x."""
-    return tuple(
-        arg.detach() if isinstance(arg, Tensor) and arg.requires_grad and not _marks((arg,), {}) else arg
-        for arg in args
-    )
+def _without_gradients(args: Any) -> Any:
+    """Return the arguments, with weights and indices that are no part of the graph of x."""
+    if isinstance(args, tuple):
+        return tuple(map(_without_gradients, args))
+    if not isinstance(args, Tensor) or _marks((args,), {}):
+        return args
+    if args.is_inference():
+        return args.clone()
+    return args.detach() if args.requires_grad else args
 
 
 def _mark(value: Any, mark: str) -> Any:

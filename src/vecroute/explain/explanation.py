@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -387,6 +388,11 @@ def written(path: str | os.PathLike | None, page: str) -> str | None:
         return page
     write_file(path, page.encode())
     return None
+
+
+def where_from(model: str) -> dict[str, Any]:
+    """Return what ``about`` says of an explanation made now: the model, and the date."""
+    return {"model": model, "date": datetime.now(UTC).date().isoformat()}
 
 
 def as_array(values: Any, dtype: Any) -> np.ndarray:

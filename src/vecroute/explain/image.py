@@ -20,6 +20,7 @@ from vecroute.storage import require, write_file
 
 LONGEST = 512  # pixels of the longer side of the copy of the image that an explanation keeps
 N_REGIONS = 8
+N_EXPLAINED = 10  # classes of an image that are explained unless others are asked for
 
 
 class ImageExplanation(Explanation):
@@ -327,7 +328,7 @@ def explain_patches(
                 "base_values": split.base[b],
                 "scores": split.scores[b],
                 "depths": encoder.depths if by_depth else ["all depths"],
-                **_places(encoder, pictures[k]),
+                **places_of(encoder, pictures[k]),
             }
             found[k] = fields, split.all_scores[b]
     return found
@@ -342,12 +343,12 @@ def explain_image_states(
         chosen = torch.tensor([list(outputs[k]) for k in batch.which])  # [b, k]
         explained = explain_states_of(head, batch.hidden, batch.mask, chosen)
         for k, (fields, scores) in zip(batch.which, explained, strict=True):
-            places = _places(encoder, pictures[k])
+            places = places_of(encoder, pictures[k])
             found[k] = {"of": "states", **fields, **places, "depths": encoder.depths}, scores
     return found
 
 
-def _places(encoder: VisionEncoder, picture: Picture) -> dict[str, Any]:
+def places_of(encoder: VisionEncoder, picture: Picture) -> dict[str, Any]:
     """The fields that say what the rows are, and the image."""
     image = picture.open()
     patches = encoder.patches(image.size, picture.name)

@@ -1,118 +1,103 @@
-"""Words explained with samples: means over random sub-texts, slower and more faithful.
+"""Words explained with samples: means over random sub-texts, which are slower and more faithful.
 
-A word counts in other ways when other words are gone. So its value is the mean of what it adds over random
-sub-texts that contain it. The base is that of the full text. The means do not add up to its score: what is
-missing is called *not explained*.
+A word counts in another way when other words are gone. So its value is the mean of what it adds over random
+sub-texts that contain it. The base is the base of the full text. These means do not add up to its score. The
+difference is called *not explained*.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vecroute.encoders.text import TextEncoder, Tokenized
+from vecroute.encoders.text import Tokenized
+from vecroute.explain.rows import Rows, Splitter, TextSplit
 from vecroute.explain.segment import locate, words
-from vecroute.explain.text import ALL_DEPTHS, Rows, fields_of, rows_of, split_texts
 
 
-def check_samples(samples: Any, of: str, images: bool, by_depth: bool) -> None:
-    """Raise unless samples is an even number, 0 where there are no words to leave out."""
+def check_samples(samples: Any, of: str = "words", images: bool = False, by_depth: bool = False) -> None:
+    """Raise unless samples is an even number, and 0 where there are no words to leave out."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0 or samples % 2:
         raise ValueError(f"samples must be an even number, 0 for none, got {samples!r}")
     if samples and of != "words":
-        raise ValueError(f"samples are for of='words', got of={of!r}")
+        raise ValueError(f"samples must be 0 unless of='words', got {samples} with of={of!r}")
     if samples and images:
-        raise ValueError("samples are for texts: an encoder of images always sees all patches")
+        raise ValueError(f"samples must be 0 for images, got {samples}")
     if samples and by_depth:
-        raise ValueError("samples are for all depths together, got by_depth=True")
+        raise ValueError(f"samples must be 0 with by_depth=True, got {samples}")
 
 
-def explain_samples(
-    encoder: TextEncoder,
-    head: nn.Module,
-    texts: Sequence[str],
+def split_samples(
+    split: Splitter,
+    texts: Sequence[Tokenized],
     outputs: Sequence[Sequence[int]],
+    rows: Sequence[Rows],
     samples: int,
-    *,
     seed: int = 0,
-) -> list[tuple[dict[str, Any], Tensor]]:
-    """What each word adds, as a mean over random sub-texts: fields of explanations, and all scores.
+) -> list[tuple[TextSplit, Tensor]]:
+    """Return what the rows of each text add, as means over sub-texts, and what is not explained [k].
 
     Args:
-        samples: how many sub-texts of each text, an even number: they come in pairs, and each word is in one
-            of the two.
+        split: explains texts and sub-texts.
+        texts, outputs, rows: as ``split`` takes them.
+        samples: how many sub-texts of each text, an even number. They come in pairs: each word is in one of
+            the two.
         seed: of the sub-texts.
     """
-    tokenized = encoder.tokenize(texts)
-    rows = [rows_of(encoder, text) for text in tokenized]
-    full = split_texts(encoder, head, tokenized, outputs, rows=rows)
-    found = []
-    for text, whole, own, split, chosen in zip(texts, tokenized, rows, full, outputs, strict=True):
-        group = words_of(own, text)  # [n] which word each row is, -1 for special tokens
-        if len(set(group) - {-1}) > 1:
-            values = sampled(encoder, head, whole, own, group, split.values, chosen, samples, seed)
-            missing = split.scores - split.base - values.sum((0, 1))  # [k]
-            split = split._replace(values=values)
-        else:
-            missing = torch.zeros_like(split.scores)  # [k]
-        fields = fields_of(encoder, text, own, split, [ALL_DEPTHS])
-        found.append(({**fields, "not_explained": missing}, split.all_scores))
-    return found
+    full = split(texts, outputs, rows)
+    parts: list[tuple[int, Tokenized, Rows]] = []  # the number of the text, and a sub-text of it
+    for k, (text, own) in enumerate(zip(texts, rows, strict=True)):
+        for keep in sub_texts(words_of(own, text.text), samples, seed):
+            parts.append((k, *part_of(text, own, keep)))
+    which = [k for k, _, _ in parts]
+    found = split([t for _, t, _ in parts], [outputs[k] for k in which], [own for _, _, own in parts])
+    total = [torch.zeros_like(one.values) for one in full]  # [n, 1, k] each
+    count = [torch.zeros(len(own.start)) for own in rows]  # [n] each
+    for (k, _, own), one in zip(parts, found, strict=True):
+        total[k] += one.values
+        count[k][[row for index in own.of for row in index]] += 1
+    explained = []
+    for one, summed, times in zip(full, total, count, strict=True):
+        if times.any():
+            one = one._replace(values=summed / times.to(summed)[:, None, None])  # [n, 1, k]
+            explained.append((one, one.scores - one.base - one.values.sum((0, 1))))
+        else:  # one word, of which there is no half
+            explained.append((one, torch.zeros_like(one.scores)))
+    return explained
 
 
 def words_of(rows: Rows, text: str) -> list[int]:
-    """The word of each row, by its number; -1 for special tokens, which always stay."""
-    parts = words(text)
+    """Return the number of the word of each row, -1 for special tokens, which always stay."""
     spans = list(zip(rows.start, rows.end, strict=True))
-    return [-1 if special else word for special, word in zip(rows.special, locate(spans, parts), strict=True)]
+    numbers = locate(spans, words(text))
+    return [-1 if special else word for special, word in zip(rows.special, numbers, strict=True)]
 
 
-def sampled(
-    encoder: TextEncoder,
-    head: nn.Module,
-    whole: Tokenized,
-    rows: Rows,
-    group: Sequence[int],
-    values: Tensor,
-    outputs: Sequence[int],
-    samples: int,
-    seed: int,
-) -> Tensor:
-    """The means [n, 1, k] of what each row adds, over the sub-texts that contain it."""
-    number = torch.tensor(group)  # [n]
-    present = sub_texts(sorted(set(group) - {-1}), number, samples, seed)  # [samples, n]
-    parts = [part_of(whole, rows, keep.tolist()) for keep in present]
-    splits = split_texts(
-        encoder,
-        head,
-        [part for part, _ in parts],
-        [list(outputs)] * len(parts),
-        rows=[own for _, own in parts],
-    )
-    total = torch.stack([split.values for split in splits]).sum(0)  # [n, 1, k]
-    count = present.sum(0).clamp(min=1).to(total)[:, None, None]  # [n, 1, 1]
-    return total / count  # [n, 1, k]
+def sub_texts(group: Sequence[int], samples: int, seed: int) -> list[list[bool]]:
+    """Return True at the rows of each sub-text: random halves of the words, and their complements.
 
-
-def sub_texts(known: Sequence[int], number: Tensor, samples: int, seed: int) -> Tensor:
-    """[samples, n] True at the rows of each sub-text: random halves of the words, and their complements."""
-    generator = torch.Generator().manual_seed(seed)
-    names = torch.tensor(known)  # [w]
+    Args:
+        group: the word of each row, see ``words_of``.
+        samples, seed: see ``split_samples``.
+    """
+    generator, number = torch.Generator().manual_seed(seed), torch.tensor(group)  # [n]
+    names = number[number >= 0].unique()  # [w]
     found = []
-    for _ in range(samples // 2):
-        half = names[torch.randperm(len(names), generator=generator)[: (len(names) + 1) // 2]]  # [w / 2]
-        keep = torch.isin(number, half) | (number < 0)  # [n]
-        found += [keep, ~keep | (number < 0)]
-    return torch.stack(found)  # [samples, n]
+    for _ in range(samples // 2 if len(names) > 1 else 0):
+        half = names[torch.randperm(len(names), generator=generator)[: (len(names) + 1) // 2]]
+        inside = torch.isin(number, half)  # [n]
+        found += [(inside | (number < 0)).tolist(), (~inside | (number < 0)).tolist()]
+    return found
 
 
 def part_of(whole: Tokenized, rows: Rows, keep: Sequence[bool]) -> tuple[Tokenized, Rows]:
-    """A text without some of its rows, in the same chunks; and the rows that its positions are."""
-    columns: dict[str, list[Any]] = {name: [] for name in ("chunks", "keep", "special", "spans", "of")}
+    """Return a text without some of its rows, in the same chunks, and the rows of its positions."""
+    names = ("chunks", "keep", "special", "spans")
+    columns: dict[str, list[Any]] = {name: [] for name in (*names, "of")}
     for chunk, index in enumerate(rows.of):
         stays = [k for k, row in enumerate(index) if keep[row]]
-        for name in ("chunks", "keep", "special", "spans"):
+        for name in names:
             columns[name].append([getattr(whole, name)[chunk][k] for k in stays])
         columns["of"].append([index[k] for k in stays])
     of = columns.pop("of")

@@ -1,61 +1,19 @@
 """Explanations of texts: what each word, or each hidden state, adds to the scores of a head."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vecroute.encoders.text import TextEncoder, Tokenized, strip_span
+from vecroute.encoders.text import TextEncoder, Tokenized
 from vecroute.explain.hidden import explain_states_of
+from vecroute.explain.rows import Rows, TextSplit, chunk_step, rows_of
+from vecroute.explain.samples import split_samples
 from vecroute.explain.words import split_words, text_readings
 
 ALL_DEPTHS = "all depths"
-
-
-class Rows(NamedTuple):
-    """The rows of an explanation of words: one for each token of the text, and for each special token."""
-
-    of: list[list[int]]  # the row of each position of each chunk
-    start: list[int]  # first character in the text; 0 for special tokens
-    end: list[int]  # one past the last
-    special: list[bool]
-    chunk: list[int]
-    ids: list[int]  # in the vocabulary
-
-
-class TextSplit(NamedTuple):
-    """The scores of one text, split into what its words add."""
-
-    values: Tensor  # [n, depth or 1, k] of the rows
-    base: Tensor  # [k]
-    scores: Tensor  # [k]
-    all_scores: Tensor  # [n_cls]
-
-
-def rows_of(encoder: TextEncoder, text: Tokenized) -> Rows:
-    """A token that several chunks have read has one row, in the chunk from which it goes to the head."""
-    # How many tokens the next chunk starts after the last, where chunks overlap.
-    step = encoder.max_length - encoder.tokenizer.num_special_tokens_to_add(pair=False) - encoder.stride
-    numbers: list[list[int]] = []  # of each position: the token of the text, or a negative number
-    home: dict[int, tuple[int, int]] = {}  # chunk and position from which a token goes to the head
-    for chunk, special in enumerate(text.special):
-        numbers.append([])
-        content = 0
-        for position, is_special in enumerate(special):
-            key = -1 - len(home) if is_special else chunk * step + content
-            content += not is_special
-            numbers[-1].append(key)
-            if is_special or text.keep[chunk][position] or key not in home:
-                home[key] = (chunk, position)
-    places = sorted(home, key=home.__getitem__)
-    row = {key: k for k, key in enumerate(places)}
-    columns = []
-    for key in places:
-        chunk, position = home[key]
-        span = (0, 0) if key < 0 else strip_span(text.text, *text.spans[chunk][position])
-        columns.append((*span, key < 0, chunk, text.chunks[chunk][position]))
-    return Rows([[row[key] for key in keys] for keys in numbers], *map(list, zip(*columns, strict=True)))
 
 
 def split_texts(
@@ -63,8 +21,8 @@ def split_texts(
     head: nn.Module,
     texts: Sequence[Tokenized],
     outputs: Sequence[Sequence[int]],
-    *,
     rows: Sequence[Rows],
+    *,
     by_depth: bool = False,
     margin: bool = False,
 ) -> list[TextSplit]:
@@ -98,6 +56,7 @@ def explain_words(
     outputs: Sequence[Sequence[int]],
     *,
     by_depth: bool = False,
+    samples: int = 0,
 ) -> list[tuple[dict[str, Any], Tensor]]:
     """What each word of each text adds to some outputs of a head: fields of explanations, and all scores.
 
@@ -105,27 +64,34 @@ def explain_words(
         encoder, head: a frozen encoder, and a head on its hidden states.
         outputs: the classes to explain of each text, by number, as many for each.
         by_depth: whether to say by way of the hidden states of which depth.
+        samples: over how many sub-texts to take means, see ``split_samples``; 0 for the text alone.
     """
     tokenized = encoder.tokenize(texts)
-    rows = [rows_of(encoder, text) for text in tokenized]
-    splits = split_texts(encoder, head, tokenized, outputs, rows=rows, by_depth=by_depth)
+    rows = [rows_of(text, chunk_step(encoder)) for text in tokenized]
+    split = partial(split_texts, encoder, head, by_depth=by_depth)
+    if samples:
+        splits = split_samples(split, tokenized, outputs, rows, samples)
+    else:
+        splits = [(one, torch.zeros_like(one.scores)) for one in split(tokenized, outputs, rows)]
     depths = encoder.depths if by_depth else [ALL_DEPTHS]
-    return [
-        (fields_of(encoder, *columns, depths), columns[-1].all_scores)
-        for columns in zip(texts, rows, splits, strict=True)
-    ]
+    found = []
+    for text, own, (one, missing) in zip(texts, rows, splits, strict=True):
+        fields = fields_of(encoder.tokenizer, text, own, one, depths)
+        found.append(({**fields, "not_explained": missing}, one.all_scores))
+    return found
 
 
 def fields_of(
-    encoder: TextEncoder, text: str, rows: Rows, split: TextSplit, depths: Sequence[Any]
+    tokenizer: Any, text: str, rows: Rows, split: TextSplit, depths: Sequence[Any]
 ) -> dict[str, Any]:
+    """Return the fields of an explanation of words."""
     return {
         "of": "words",
         "values": split.values,
         "base_values": split.base,
         "scores": split.scores,
         "depths": depths,
-        **_tokens(encoder, text, rows),
+        **_tokens(tokenizer, text, rows),
     }
 
 
@@ -139,15 +105,15 @@ def explain_states(
         chosen = torch.tensor([list(outputs[k]) for k in batch.which])  # [b, k]
         explained = explain_states_of(head, batch.hidden, batch.mask, chosen)
         for k, (fields, scores) in zip(batch.which, explained, strict=True):
-            tokens = _tokens(encoder, texts[k], tokenized[k].tokens())
+            tokens = _tokens(encoder.tokenizer, texts[k], tokenized[k].tokens())
             found[k] = {"of": "states", **fields, **tokens, "depths": encoder.depths}, scores
     return found
 
 
-def _tokens(encoder: TextEncoder, text: str, rows: Any) -> dict[str, Any]:
+def _tokens(tokenizer: Any, text: str, rows: Any) -> dict[str, Any]:
     """The fields that say what the rows are."""
     spans = list(zip(rows.start, rows.end, strict=True))
-    names = encoder.tokenizer.convert_ids_to_tokens(rows.ids)
+    names = tokenizer.convert_ids_to_tokens(rows.ids)
     pieces = [
         name if special else text[start:end]
         for name, special, (start, end) in zip(names, rows.special, spans, strict=True)
