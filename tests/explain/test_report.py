@@ -25,9 +25,9 @@ class Known:
     def __init__(self, probabilities, classes=("bad", "good"), **options):
         self.probabilities, self.classes_, self.options = probabilities, np.array(classes), options
 
-    def explain(self, texts):
+    def explain(self, texts, of="words"):
         return [
-            explain(text, names=self.classes_.tolist(), seed=k, **self.options)
+            explain(text, names=self.classes_.tolist(), seed=k, of=of, **self.options)
             for k, text in enumerate(texts)
         ]
 
@@ -71,13 +71,37 @@ def test_figures_and_confusion_are_those_of_the_evaluation():
     ]
 
 
-def test_calibration_has_every_text_in_a_bin():
+def test_calibration_joins_small_bins():
     root, _ = page_of()
     (table,) = section(root, "calibration").all("table")
-    rows = rows_of(table)[1:]
-    assert sum(int(n) for _, _, n in rows) == len(TEXTS)
-    assert rows[0] == ["60.0 %", "0.0 %", "1"]  # the third text
-    assert rows[-1] == ["95.0 %", "100.0 %", "1"]
+    (row,) = rows_of(table)[1:]  # six texts are too few for two bins
+    mean = np.mean(P.max(1))
+    assert row == [f"{100 * mean:.1f} %", "66.7 %", "30 to 90 %", "6"]  # 4 of 6, by Wilson
+    small, large = reports.FEWEST_IN_BIN - 1, reports.FEWEST_IN_BIN
+    bins = [(0.5, 0.0, small), (0.6, 1.0, 1), (0.7, 0.5, large), (0.8, 1.0, 2), (0.9, 0.0, 2)]
+    first, second = reports.joined(bins)
+    assert first == pytest.approx(((0.5 * small + 0.6) / large, 1 / large, large))
+    assert second == pytest.approx(
+        ((0.7 * large + 1.6 + 1.8) / (large + 4), (large / 2 + 2) / (large + 4), large + 4)
+    )
+
+
+def test_the_summary_can_be_pasted_into_an_email():
+    root, _ = page_of()
+    (told,) = section(root, "summary").all("p")
+    assert told.text.startswith(
+        "model on <test>: 66.7 % of 6 texts are classified right (95 % interval 30.0 % to "
+    )
+    assert "The most frequent mistake: bad taken for good, 1 times." in told.text
+    assert "On average it is" in told.text
+    rising = rows_of(next(section(root, "words").all("table")))[1:]
+    assert f"Words that speak most for good: {', '.join(row[0] for row in rising[:5])}." in told.text
+
+
+def test_punctuation_marks_and_rare_words_are_in_no_list():
+    texts = ["fine , fine , fine ,", "rare , fine"]
+    lists = reports.word_lists(Known(P).explain(texts), "good", fewest=3)
+    assert {row["label"] for key in ("raise", "lower", "total") for row in lists[key]} == {"fine"}
 
 
 def test_wrong_texts_come_with_why_the_most_confident_first():
@@ -85,7 +109,8 @@ def test_wrong_texts_come_with_why_the_most_confident_first():
     articles = list(section(root, "wrong").all("article"))
     titles = [next(article.all("h3")).text for article in articles]
     assert titles == ["Predicted good (80.0 %), labelled bad", "Predicted bad (60.0 %), labelled good"]
-    for article, text, name in zip(articles, (TEXTS[4], TEXTS[2]), ("good - bad", "bad - good"), strict=True):
+    names = ("Why good rather than bad?", "Why bad rather than good?")
+    for article, text, name in zip(articles, (TEXTS[4], TEXTS[2]), names, strict=True):
         heat, total = article.all("p")
         assert "".join(heat.text) == text
         assert total.text.startswith(name)

@@ -206,7 +206,7 @@ def test_reports_open_from_disk_without_a_request(open_page, tmp_path):
     class Known:
         classes_ = np.array(["<bad>", "good"])
 
-        def explain(self, texts):
+        def explain(self, texts, of="words"):
             return [explain(text, names=self.classes_.tolist()) for text in texts]
 
     html = report(

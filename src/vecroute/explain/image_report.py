@@ -7,7 +7,7 @@ import numpy as np
 
 from vecroute.explain.html import STYLE, environment
 from vecroute.explain.image_html import data_uri, labels, outline, size_on_page, tiles
-from vecroute.explain.report import N_WRONG, depth_shares, measured, sample_case
+from vecroute.explain.report import N_DEPTHS, N_WRONG, depth_shares, measured, sample_case, spread, summary
 from vecroute.io.images import check_images
 from vecroute.storage import require
 
@@ -36,7 +36,7 @@ def image_report(
     every = [name for name in found.names if name in first]
     examples, wrong = [first[name] for name in every[:N_EXAMPLES]], found.wrong[:N_WRONG]
     why = {}
-    for k in sorted({*found.explained, *wrong, *examples}):
+    for k in sorted({*wrong, *examples}):
         # The predicted class, and the right one, or the next likely where it is right.
         likely = [found.names[j] for j in np.argsort(-probabilities[k], kind="stable")]
         other = truth[k] if truth[k] in likely[1:] else likely[1]
@@ -47,18 +47,19 @@ def image_report(
         drawn = case_of(why[k], truth[k], predicted, found.confidence[k], f"{name}{k}")
         return drawn | {"known": truth[k] in known}
 
-    states = [why[k][found.names[found.best[k]]] for k in found.explained]
-    if states and states[0].of == "words":  # which say nothing of depths
-        states = [
-            classifier.explain(pictures[k], classes=[known[found.names[found.best[k]]]], of="states")
-            for k in found.explained
-        ]
+    some = [found.explained[k] for k in spread(len(found.explained), N_DEPTHS)]
+    states = [
+        classifier.explain(pictures[k], classes=[known[found.names[found.best[k]]]], of="states")
+        for k in some
+    ]
     filled = {
         "title": title,
+        "summary": summary(found, title, "images"),
         "samples": "images",
         "n_labels": len(every),
         "examples": [case(k, "e") for k in examples],
         "wrong": [case(k, "w") for k in wrong],
+        "n_depths": len(some),
         "depths": depth_shares(states),
     }
     return environment().get_template("image_report.html").render(found.filled | filled | STYLE)
@@ -68,9 +69,10 @@ def case_of(
     why: "ImageExplanation", truth: str, predicted: str, confidence: float, name: str
 ) -> dict[str, Any]:
     """An image and why: what decided for the predicted class, by region and by patch."""
-    margin = why.margin(predicted)
+    other = next(other for other in why.output_names if other != predicted)
+    margin = why.margin(predicted, other)
     rows, grid = margin.aggregate("region"), margin.grid()  # [rows, columns]
-    return sample_case(rows, truth, predicted, confidence) | {
+    return sample_case(rows, truth, predicted, other, confidence) | {
         "id": name,
         "image": data_uri(smaller(why.image)),
         "size": why.size,

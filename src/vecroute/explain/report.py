@@ -5,23 +5,31 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import regex
+from scipy.stats import binomtest  # type: ignore[import-untyped]
 
 from vecroute.explain.html import LEVELS, STYLE, environment, excerpt, heat
 from vecroute.explain.shown import account, caption, round_to_sum, shown
+from vecroute.explain.told import Question, meaning
 from vecroute.training.evaluation import confidence_bins, evaluate
 
 if TYPE_CHECKING:
     from vecroute.explain.explanation import Explanation
 
 N_WRONG = 50  # texts shown that were classified wrongly, the most confident first
-N_WORDS = 15  # words shown for each class
-FEWEST_USES = 3  # of a word, below which its mean says little
+N_WORDS = 10  # words shown for each class
+FEWEST_USES = 3  # of a word, below which its mean says little; more where there are many texts
+TEXTS_PER_USE = 200
+N_SUMMARY = 5  # words of a label in the summary
+N_DEPTHS = 100  # texts whose hidden states are explained
+FEWEST_IN_BIN = 20  # samples, below which a bin of confidence is joined with its neighbour
 BUDGET = 2_000  # scores explained for words and depths, over texts and classes
 FEWEST_EXPLAINED = 50  # texts, however many classes there are
 MATRIX = 25  # most labels that a confusion matrix is drawn of
 N_CONFUSED = 25  # pairs of labels shown instead
 EXCERPT = 120  # words shown of a long text
 PLOT = 220  # pixels of the calibration plot
+LETTER = regex.compile(r"[\p{L}\p{N}]")
 
 
 class Word(NamedTuple):
@@ -61,17 +69,20 @@ def report(
     chosen = sorted({*found.explained, *wrong})
     why = dict(zip(chosen, classifier.explain([texts[k] for k in chosen]), strict=True))
     explained = [why[k] for k in found.explained]
-    states = explained
-    if explained and explained[0].of == "words":  # which say nothing of depths
-        states = classifier.explain([texts[k] for k in found.explained], of="states")
+    some = [texts[found.explained[k]] for k in spread(len(explained), N_DEPTHS)]
+    fewest = max(FEWEST_USES, len(explained) // TEXTS_PER_USE)
+    # Of two labels, what raises one lowers the other.
+    words = [word_lists(explained, name, fewest) for name in (names[1:] if len(names) == 2 else names)]
     filled = {
         "title": title,
         "samples": "texts",
+        "summary": summary(found, title, "texts") + summary_of_words(words),
         "wrong": [wrong_case(why[k], truth[k], names[found.best[k]], found.confidence[k]) for k in wrong],
-        # Of two labels, what raises one lowers the other.
-        "words": [word_lists(explained, name) for name in (names[1:] if len(names) == 2 else names)],
-        "fewest_uses": FEWEST_USES,
-        "depths": depth_shares(states),
+        "words": words,
+        "meaning": meaning(explained[0], "word"),
+        "fewest_uses": fewest,
+        "n_depths": len(some),
+        "depths": depth_shares(classifier.explain(some, of="states")),
     }
     return environment().get_template("report.html").render(found.filled | filled | STYLE)
 
@@ -93,6 +104,7 @@ def measured(classifier: Any, truth: Sequence[str], probabilities: np.ndarray) -
         "confused": confused(result) if len(result["labels"]) > MATRIX else [],
         "calibration": calibration(confidence, right),
         "plot": PLOT,
+        "fewest_in_bin": FEWEST_IN_BIN,
         "n_wrong": len(wrong),
         "n_explained": len(explained),
     }
@@ -103,6 +115,40 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def interval(share: float, n: int) -> tuple[float, float]:
+    """The 95 % interval (Wilson) of a share that was seen in n samples."""
+    found = binomtest(round(share * n), n).proportion_ci(method="wilson")
+    return found.low, found.high
+
+
+def summary(found: Measured, title: str, samples: str) -> list[str]:
+    """What to say of the classifier in an e-mail, in sentences of plain text."""
+    result = found.filled["result"]
+    low, high = interval(result["accuracy"], result["n"])
+    told = [
+        f"{title}: {found.filled['accuracy']} of {result['n']:,} {samples} are classified right "
+        f"(95 % interval {percent(low)} to {percent(high)}), macro F1 {result['macro_f1']:.3f}."
+    ]
+    mistakes = confused(result)
+    if mistakes:
+        label, predicted, n = mistakes[0]
+        told.append(f"The most frequent mistake: {label} taken for {predicted}, {n} times.")
+    sure, right = float(found.confidence.mean()), result["accuracy"]
+    told.append(f"On average it is {percent(sure)} sure and {percent(right)} right.")
+    return told
+
+
+def summary_of_words(words: Sequence[dict[str, Any]]) -> list[str]:
+    """The words that speak for each label most, in sentences of plain text."""
+    told = []
+    for one in words:
+        for name, key in ((one["name"], "raise"), (one["reverse"], "lower")):
+            if name and one[key]:
+                first = ", ".join(row["label"] for row in one[key][:N_SUMMARY])
+                told.append(f"Words that speak most for {name}: {first}.")
+    return told
+
+
 def spread(n: int, most: int) -> list[int]:
     """At most so many of n rows, evenly apart, since tables are often sorted by label."""
     return sorted({int(k) for k in np.linspace(0, n - 1, min(n, most)).round()})
@@ -110,50 +156,59 @@ def spread(n: int, most: int) -> list[int]:
 
 def wrong_case(why: "Explanation", truth: str, predicted: str, confidence: float) -> dict[str, Any]:
     """Why a text was classified wrongly: what decided for the predicted class and against the right one."""
-    other = truth if truth in why.output_names else None  # a label that it was never taught
+    known = truth in why.output_names  # else a label that it was never taught
+    likely = [why.output_names[j] for j in np.argsort(-why.scores, kind="stable")]
+    other = truth if known else next(name for name in likely if name != predicted)
     margin = why.aggregate("word").margin(predicted, other)
-    case = sample_case(margin, truth, predicted, confidence)
-    return case | {"known": other is not None, "pieces": excerpt(heat(margin, shown(margin)), EXCERPT)}
+    case = sample_case(margin, truth, predicted, other, confidence)
+    return case | {"known": known, "pieces": excerpt(heat(margin, shown(margin)), EXCERPT)}
 
 
-def sample_case(margin: "Explanation", truth: str, predicted: str, confidence: float) -> dict[str, Any]:
-    """What is said of a sample: labels, and the account of what decided."""
+def sample_case(
+    margin: "Explanation", truth: str, predicted: str, other: str | None, confidence: float
+) -> dict[str, Any]:
+    """What is said of a sample: labels, and the account of what decided for one label rather than another."""
     numbers = shown(margin)
     lines = account(margin, numbers, 5)
     return {
         "truth": caption(truth),
         "predicted": caption(predicted),
         "confidence": percent(confidence),
-        "name": caption(margin.output_names[0], 100),
+        "name": Question(predicted, other).title,
         "lines": [(line.label, numbers.number(line.value, "+"), line.is_sum) for line in lines],
         "score": numbers.number(numbers.score),
     }
 
 
 def corpus_words(explained: Sequence["Explanation"], name: str) -> list[Word]:
-    """Every word of the texts, in lower case, and what it adds to the score of a class beyond the others."""
+    """Every word of the texts, in lower case, and what it adds to the score of a class beyond the others.
+
+    Punctuation marks are left out.
+    """
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for why in explained:
         rows = why.skip_special_tokens().aggregate("word")
         j, totals = rows.index(name), rows.values.sum(1, dtype=np.float64)  # [n, n_cls]
         others = np.delete(totals, j, 1).mean(1) if totals.shape[1] > 1 else 0.0  # [n]
         for i, value in enumerate(totals[:, j] - others):
-            sums[rows.label(i).lower()][0] += 1
-            sums[rows.label(i).lower()][1] += float(value)
+            word = rows.label(i).lower()
+            if LETTER.search(word):
+                sums[word][0] += 1
+                sums[word][1] += float(value)
     return [Word(word, int(uses), total / uses, total) for word, (uses, total) in sums.items()]
 
 
-def word_lists(explained: Sequence["Explanation"], name: str) -> dict[str, Any]:
-    """The words that raise the score of a class most and those that lower it most, by use and in all."""
+def word_lists(explained: Sequence["Explanation"], name: str, fewest: int) -> dict[str, Any]:
+    """The words that raise the score of a class most and those that lower it most, used often enough."""
     words = corpus_words(explained, name)
-    often = [word for word in words if word.uses >= FEWEST_USES] or words
+    often = [word for word in words if word.uses >= fewest] or words
     lists = {
-        "raise": sorted(often, key=lambda w: -w.mean)[:N_WORDS],
-        "lower": sorted(often, key=lambda w: w.mean)[:N_WORDS],
-        "total": sorted(words, key=lambda w: -abs(w.total))[:N_WORDS],
+        "raise": [word for word in sorted(often, key=lambda w: -w.mean)[:N_WORDS] if word.mean > 0],
+        "lower": [word for word in sorted(often, key=lambda w: w.mean)[:N_WORDS] if word.mean < 0],
+        "total": sorted(often, key=lambda w: -abs(w.total))[:N_WORDS],
     }
     longest = max((abs(w.mean) for w in often), default=0) or 1
-    largest = max((abs(w.total) for w in words), default=0) or 1
+    largest = max((abs(w.total) for w in often), default=0) or 1
     rows = {
         key: [word_row(w, w.total / largest if key == "total" else w.mean / longest) for w in found]
         for key, found in lists.items()
@@ -177,8 +232,8 @@ def word_row(word: Word, share: float) -> dict[str, Any]:
 def depth_shares(explained: Sequence["Explanation"]) -> list[dict[str, Any]]:
     """The share of each depth in the sizes of contributions, and of credit if there is any, in per cent."""
     columns = []
-    for field in ("values", "phi") if explained[0].phi is not None else ("values",):
-        shares = [abs(getattr(why, field)).sum((0, 2), dtype=np.float64) for why in explained]  # [depth] each
+    for field in explained[0].by_row:
+        shares = [abs(why.by_row[field]).sum((0, 2), dtype=np.float64) for why in explained]  # [depth] each
         mean = np.mean([share / (share.sum() or 1) for share in shares], 0)  # [depth]
         columns.append(round_to_sum((1000 * mean).tolist(), round(1000 * mean.sum())))
     largest = max(map(max, columns)) or 1
@@ -225,17 +280,40 @@ def confused(result: dict[str, Any]) -> list[tuple[str, str, int]]:
 
 
 def calibration(confidence: np.ndarray, right: np.ndarray) -> list[dict[str, Any]]:
-    """For each bin of confidence its samples, mean confidence and accuracy, and a dot in the plot."""
-    bins = confidence_bins(confidence, right)
-    most = max(n for _, _, n in bins)
-    return [
-        {
-            "confidence": percent(mean),
-            "accuracy": percent(accuracy),
-            "n": n,
-            "x": round(PLOT * mean, 1),
-            "y": round(PLOT * (1 - accuracy), 1),
-            "r": round(2.5 + 6 * (n / most) ** 0.5, 1),  # an area that goes with the number of samples
-        }
-        for mean, accuracy, n in bins
-    ]
+    """For each bin of confidence its samples, mean confidence and accuracy, and their places in the plot."""
+    rows = []
+    for mean, accuracy, n in joined(confidence_bins(confidence, right)):
+        low, high = interval(accuracy, n)
+        rows.append(
+            {
+                "confidence": percent(mean),
+                "accuracy": percent(accuracy),
+                "interval": f"{100 * low:.0f} to {100 * high:.0f} %",
+                "n": n,
+                "x": round(PLOT * mean, 1),
+                "y": round(PLOT * (1 - accuracy), 1),
+                "low": round(PLOT * (1 - low), 1),
+                "high": round(PLOT * (1 - high), 1),
+            }
+        )
+    return rows
+
+
+def joined(bins: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    """Bins of mean confidence, accuracy and number; small ones are joined with a neighbour."""
+    found: list[tuple[float, float, int]] = []
+    for one in bins:
+        if found and found[-1][2] < FEWEST_IN_BIN:
+            found[-1] = together(found[-1], one)
+        else:
+            found.append(one)
+    if len(found) > 1 and found[-1][2] < FEWEST_IN_BIN:
+        last = found.pop()
+        found[-1] = together(found[-1], last)
+    return found
+
+
+def together(a: tuple[float, float, int], b: tuple[float, float, int]) -> tuple[float, float, int]:
+    """Two bins as one."""
+    n = a[2] + b[2]
+    return (a[0] * a[2] + b[0] * b[2]) / n, (a[1] * a[2] + b[1] * b[2]) / n, n
