@@ -30,13 +30,23 @@ class Unit(enum.StrEnum):
     depth = "depth"
 
 
+class Of(enum.StrEnum):
+    words = "words"
+    states = "states"
+
+
 @app.command(epilog='Example: vecroute explain model/ "a gorgeous, witty movie" --html why.html')
 def explain(
     model: Model,
     text: Annotated[
         list[str] | None, typer.Argument(help="Texts or images, else lines of standard input.")
     ] = None,
-    class_: Annotated[str | None, typer.Option("--class", help="Else the predicted one.")] = None,
+    class_: Annotated[
+        str | None, typer.Option("--class", help="Else the predicted one rather than the next likely.")
+    ] = None,
+    of: Annotated[
+        Of, typer.Option(help="What words added through the whole model, or hidden states at their places.")
+    ] = Of.words,
     by: Annotated[
         Unit | None, typer.Option(help="What to sum contributions over; words or regions if left out.")
     ] = None,
@@ -53,11 +63,14 @@ def explain(
     if html is not None and len(texts) > 1:
         raise ValueError(f"--html takes one text, got {len(texts)}")
     for one in texts:
-        why = classifier.explain(one)
+        options = {"by_depth": True} if of == "words" and by == "depth" else {}
+        why = classifier.explain(one, of=of.value, **options)
+        why = why._replace(about=why.about | {"model": model.name})
         why.index(class_)  # raises if there is no such class
         unit = by.value if by else "region" if "region" in why.units else "word"
         if html is not None:
-            why.to_html(html, unit=unit, outputs=None if class_ is None else [class_])
+            states = classifier.explain(one, of="states") if of == "words" else None
+            why.to_html(html, unit=unit, outputs=None if class_ is None else [class_], states=states)
             wrote(html)
         if as_json:
             print(json.dumps(explained(why, unit), ensure_ascii=False))
@@ -74,8 +87,11 @@ def explained(why: Any, unit: str) -> dict[str, Any]:
 
     return {
         "text": why.text,
+        "of": why.of,
+        "probabilities": by_class(why.probabilities),
         "scores": by_class(why.scores),
         "base_values": by_class(why.base_values),
+        "not_explained": by_class(why.not_explained),
         "unit": unit,
         "parts": [
             {"piece": rows.label(k), **place, "values": by_class(values)}

@@ -12,10 +12,17 @@ from vecroute.explain.image import ImageExplanation
 from vecroute.explain.image_html import data_uri
 from vecroute.explain.image_html import page as image_page
 from vecroute.explain.shown import Shown, account, pieces, round_to_sum, shown, visible
+from vecroute.explain.told import Question, asked, chance, meaning
 from vecroute.io.images import Picture
 
 N_LINES = 20  # parts with a line of their own in the account of a score
 N_KEPT = 16  # explanations kept, for whoever looks at a text by another unit or depth
+N_EXAMPLES = 3
+EXAMPLES = (  # to click where the model has none of its own
+    "The weather was better than we had hoped, and the train was on time.",
+    "I waited for an hour, nobody came, and the coffee was cold.",
+    "The report has two parts: a short summary and a long list of numbers.",
+)
 N_SAVED = 3  # classes on a page, those with the highest probabilities
 WEIGHT = 8  # how much more work an explanation is than a prediction
 IMAGE = 1_000  # characters of text that are as much work as a small image
@@ -48,6 +55,7 @@ class Explain(NamedTuple):
     margin: bool = False  # whether to subtract the likeliest other class, if none is given
     unit: str = "word"
     depth: int | None = None  # None for all together
+    of: str = "words"  # or "states"
     thumbnail: bool = False  # whether to send a small copy of an image
 
     @property
@@ -71,8 +79,9 @@ class Save(NamedTuple):
 class Answers:
     """Answers of a fitted ``RoutingClassifier`` of texts or of images, from one thread."""
 
-    def __init__(self, classifier: Any):
-        self.classifier = classifier
+    def __init__(self, classifier: Any, model: str | None = None):
+        self.classifier, self.model = classifier, model
+        self.examples = list(getattr(classifier, "examples_", None) or EXAMPLES)[:N_EXAMPLES]
         self.labels = {str(label): label for label in classifier.classes_.tolist()}
         self.names = list(self.labels)
         self.kept: OrderedDict[tuple, Explanation] = OrderedDict()
@@ -100,11 +109,13 @@ class Answers:
         output = job.output or likely[0]
         others = [name for name in likely if name != output]
         against = job.against or (others[0] if job.margin and others else None)
-        if against in (None, output):
-            why, against = self._explain(job.text, [output]), None
-        else:
-            why = self._explain(job.text, [output, against]).margin(output, against)
-        answer = {"output": output, "against": against}
+        against = None if against == output else against
+        names = [output] if against is None else [output, against]
+        by_depth = job.of == "states" or job.depth is not None
+        both, question = self._explain(job.text, names, job.of, by_depth), Question(output, against)
+        why = asked(both, question)
+        told = {"title": question.title, "meaning": meaning(why, job.unit), "chance": chance(both, question)}
+        answer = {"output": output, "against": against, "of": why.of, "told": told}
         if isinstance(why, ImageExplanation):
             return answer | described_image(why, job.unit, job.depth, job.thumbnail)
         return answer | described(why, job.unit, job.depth)
@@ -113,16 +124,20 @@ class Answers:
         """One page of all texts, or of one image, with the classes that are likely for any of them."""
         likely = np.argsort(-np.max(shares, 0), kind="stable")[:N_SAVED]
         names = [self.names[j] for j in likely]
-        explained = [self._explain(text, names) for text in job.texts]
+        explained = [self._explain(text, names, "words", False) for text in job.texts]
+        states = [self._explain(text, names, "states", True) for text in job.texts]
         if isinstance(explained[0], ImageExplanation):
-            return image_page(explained[0], job.unit)
-        return page(explained, job.unit)
+            return image_page(explained[0], job.unit, states=states[0])
+        return page(explained, job.unit, states=states)
 
-    def _explain(self, text: Sample, names: Sequence[Any]) -> Explanation:
-        key = (getattr(text, "key", text), *names)
+    def _explain(self, text: Sample, names: Sequence[Any], of: str, by_depth: bool) -> Any:
+        """The explanation of words, by depth or not, or of hidden states, which is always by depth."""
+        key = (getattr(text, "key", text), of, by_depth, *names)
         if key not in self.kept:
             labels = [self.labels[name] for name in names]
-            self.kept[key] = self.classifier.explain(text, classes=labels, by_depth=True)
+            options = {"by_depth": by_depth} if of == "words" else {}
+            why = self.classifier.explain(text, classes=labels, of=of, **options)
+            self.kept[key] = why._replace(about=why.about | ({"model": self.model} if self.model else {}))
             while len(self.kept) > N_KEPT:
                 self.kept.popitem(last=False)
         self.kept.move_to_end(key)

@@ -111,7 +111,7 @@ def create_app(
     """
     limits, images = limits or Limits(), hasattr(classifier.encoder_, "grid")
     classifier.predict_proba([np.zeros((8, 8, 3), np.uint8)] if images else ["warm up"])
-    answers, sample = Answers(classifier), "an image" if images else "a text"
+    answers, sample = Answers(classifier, name), "an image" if images else "a text"
     if isinstance(network := getattr(classifier.encoder_, "model", None), nn.Module):
         cut_into_pieces(network)
     batcher = Batcher(answers.answer, max_jobs=limits.max_batch, max_waiting=limits.max_waiting)
@@ -157,6 +157,7 @@ def create_app(
             "depth_numbers": depths,
             "units": ImageExplanation.units if images else UNITS,
             "multi_label": classifier.multi_label,
+            **({} if images else {"examples": answers.examples}),
             limit: getattr(limits, limit),
         }
 

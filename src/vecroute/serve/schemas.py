@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 # No half of a surrogate pair is a character; pydantic says so by itself.
 Text = Annotated[str, Field(min_length=1, pattern=r"\S", description="Plain text, not empty.")]
 Unit = Literal["token", "word", "sentence", "chunk", "depth"]
+Of = Literal["words", "states"]
 ImageUnit = Literal["patch", "region", "depth"]
 Box = Annotated[
     list[float], Field(min_length=4, max_length=4, description="Left, top, right, bottom in pixels.")
@@ -27,8 +28,13 @@ class Choice(Asked):
     output: str | None = Field(None, description="The class to explain; the predicted one if left out.")
     against: str | None = Field(None, description="A class to subtract: what decides between the two.")
     margin: bool = Field(False, description="Subtract the likeliest other class, if no other is given.")
+    of: Of = Field(
+        "words",
+        description='"words": what each part added through the whole model; "states": what the hidden states '
+        "at its place added, which have read the rest too.",
+    )
     depth: int | None = Field(
-        None, description="The contributions of one hidden state alone, 0 for the embeddings; else of all."
+        None, description="What went through one hidden state alone, 0 for the embeddings; else all."
     )
 
 
@@ -104,9 +110,28 @@ class Shown(Account):
     segments: list[Segment] = Field(description="The text from end to end, control characters written out.")
 
 
+class Chance(BaseModel):
+    """The probability that belongs to a score, and how it is computed; empty where it is not known."""
+
+    what: str = ""
+    percent: str = ""
+    formula: str = ""
+    temperature: str = ""
+
+
+class Told(BaseModel):
+    """What the page says of the numbers."""
+
+    title: str
+    meaning: str
+    chance: Chance
+
+
 class Decided(Prediction):
     """score = base + sum of the values of the parts."""
 
+    of: Of
+    told: Told
     output: str
     against: str | None
     score: float = Field(description="Of the output, less that of the class that it is explained against.")
@@ -160,6 +185,7 @@ class Known(BaseModel):
 
 
 class About(Known):
+    examples: list[str] = Field(description="Texts to try.")
     max_characters: int
 
 

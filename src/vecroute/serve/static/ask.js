@@ -25,7 +25,7 @@ export function fill(about, units, first) {
   const at = (id) => document.getElementById(id);
   at("model").textContent = about.name;
   document.title = `vecroute ${about.name}`;
-  at("against").append(new Option("the next likely class", NEXT, true, true), new Option("nothing", ""));
+  at("against").append(new Option("the next likely class", NEXT, true, true), new Option("(its score alone)", ""));
   for (const id of ["output", "against"]) at(id).append(...about.classes.map((name) => new Option(name, name)));
   at("depth").append(...about.depths.map((name, k) => new Option(name, about.depth_numbers[k])));
   for (const unit of units) {
@@ -33,6 +33,15 @@ export function fill(about, units, first) {
     radio.checked = unit === first;
     at("units").append(element("label", {}, radio, ` ${unit}`));
   }
+}
+
+/** Whether words or inner states are chosen; only inner states have a depth to choose. */
+export function chosenOf() {
+  const of = document.getElementById("form").elements.of.value;
+  const label = document.getElementById("label-depth");
+  label.hidden = of !== "states";
+  if (label.hidden) document.getElementById("depth").value = "";
+  return of;
 }
 
 /** Keep a page as a file. */

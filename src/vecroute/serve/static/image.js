@@ -1,6 +1,6 @@
 // The page for images: sends an image to /explain, and draws what each patch adds over it.
 
-import { NEXT, download, fill, send } from "/ask.js";
+import { NEXT, chosenOf, download, fill, send } from "/ask.js";
 import { colour, element, number, show } from "/view.js";
 
 const UNITS = ["patch", "region"];
@@ -33,7 +33,7 @@ async function post(path, query, signal) {
 }
 
 async function explain(classes, signal) {
-  const query = { ...classes, unit: at("form").elements.unit.value, depth: chosen("depth"), thumbnail: bitmap === null };
+  const query = { ...classes, of: chosenOf(), unit: at("form").elements.unit.value, depth: chosen("depth"), thumbnail: bitmap === null };
   const answer = await (await post("/explain", query, signal)).json();
   if (answer.image) {
     const made = await decoded(answer.image);
@@ -147,6 +147,7 @@ function overlay(answer, scale) {
 
 /** A small map of the patches for every depth, on one scale, that chooses the depth. */
 function depthMaps({ maps, grid, depth }) {
+  if (maps.length < 2) return "";
   const largest = Math.max(...maps.flat(2).map(Math.abs));
   const buttons = maps.map((map, k) => {
     const size = { width: CELL * grid[1], height: CELL * grid[0] };
@@ -163,6 +164,7 @@ function depthMaps({ maps, grid, depth }) {
     const pressed = depth === about.depth_numbers[k];
     const button = element("button", { type: "button", "aria-pressed": pressed, "data-depth": about.depth_numbers[k] }, drawing, about.depths[k]);
     button.addEventListener("click", () => {
+      at("form").elements.of.value = "states";
       at("depth").value = pressed ? "" : about.depth_numbers[k];
       update();
     });
@@ -182,7 +184,7 @@ function take(given) {
 function toggleCompare() {
   const on = !comparing();
   at("compare").setAttribute("aria-pressed", on);
-  at("less").textContent = on ? "beside" : "less";
+  at("less").textContent = on ? "beside" : "rather than";
   document.body.classList.toggle("comparing", on);
   update();
 }
@@ -200,7 +202,7 @@ async function start() {
   about = await (await fetch("/model")).json();
   fill(about, UNITS, "patch");
   at("file").addEventListener("change", () => take(at("file").files[0]));
-  at("form").addEventListener("change", (event) => event.target.matches("select, input[name=unit]") && update());
+  at("form").addEventListener("change", (event) => event.target.matches("select, input[type=radio]") && update());
   at("compare").addEventListener("click", toggleCompare);
   at("save").addEventListener("click", save);
   document.addEventListener("dragover", (event) => event.preventDefault());

@@ -1,7 +1,7 @@
 // The page: asks /explain as you type, and shows what it answers.
 
-import { NEXT, download, fill, send } from "/ask.js";
-import { details, largest, show } from "/view.js";
+import { NEXT, chosenOf, download, fill, send } from "/ask.js";
+import { details, element, largest, show } from "/view.js";
 
 const PAUSE = 250; // milliseconds without a key before it asks
 const UNITS = ["token", "word", "sentence"];
@@ -29,6 +29,7 @@ function say(message, wrong = false) {
 
 /** Explain one text by what is chosen; classes as in the answer for another text, if there is one. */
 async function explain(text, like, signal) {
+  const of = chosenOf();
   const depth = chosen("depth");
   const unit = at("form").elements.unit.value;
   const less = chosen("against");
@@ -38,7 +39,7 @@ async function explain(text, like, signal) {
     margin: less === NEXT,
   };
   const { output, against, margin = false } = classes;
-  const body = { text, output, against, margin, unit, depth: depth && Number(depth) };
+  const body = { text, output, against, margin, of, unit, depth: depth && Number(depth) };
   const answer = await (await post("/explain", body, signal)).json();
   answer.depthName = at("depth").selectedOptions[0].textContent;
   return answer;
@@ -50,7 +51,8 @@ async function update() {
   const { signal } = asked;
   const given = Object.keys(texts).filter((key) => textOf(key).trim() && (key === "a" || comparing()));
   document.body.classList.toggle("busy", given.length > 0);
-  at("save").disabled = true;
+  at("save").disabled = at("link").disabled = true;
+  keepInAddress();
   hideTip();
   try {
     const found = {};
@@ -62,8 +64,8 @@ async function update() {
       if (key in found) show(sections[key], found[key], scale);
       else sections[key].hidden = true;
     }
-    at("save").disabled = given.length === 0;
-    say(given.length ? "" : "Type or paste a text above.");
+    at("save").disabled = at("link").disabled = given.length === 0;
+    say(given.length ? "" : "Type or paste a text above, or choose an example.");
   } catch (error) {
     if (signal.aborted) return;
     answers = {};
@@ -71,6 +73,45 @@ async function update() {
     say(`No explanation: ${error.message}`, true);
   }
   document.body.classList.remove("busy");
+}
+
+/** The address carries the texts behind #, so that a link to it shows the same; servers never see that part. */
+function keepInAddress() {
+  const kept = new URLSearchParams();
+  if (textOf("a").trim()) kept.set("text", textOf("a"));
+  if (comparing() && textOf("b").trim()) kept.set("second", textOf("b"));
+  const carried = kept.toString();
+  history.replaceState(null, "", carried ? `#${carried}` : location.pathname);
+}
+
+function readAddress() {
+  const kept = new URLSearchParams(location.hash.slice(1));
+  texts.a.value = kept.get("text") ?? texts.a.value;
+  if (kept.has("second") && !comparing()) {
+    texts.b.value = kept.get("second");
+    toggleCompare();
+  }
+}
+
+async function copyLink() {
+  try {
+    await navigator.clipboard.writeText(location.href);
+    say("The link is copied. Whoever opens it on this server sees the same text.");
+  } catch {
+    say("The link is in the address bar of the browser.");
+  }
+}
+
+function addExamples() {
+  const buttons = about.examples.map((text) => {
+    const button = element("button", { type: "button" }, text);
+    button.addEventListener("click", () => {
+      texts.a.value = text;
+      update();
+    });
+    return button;
+  });
+  at("examples").append("Try: ", ...buttons);
 }
 
 function updateSoon() {
@@ -120,6 +161,12 @@ function showTip(event) {
 async function start() {
   about = await (await fetch("/model")).json();
   fill(about, UNITS, "word");
+  addExamples();
+  readAddress();
+  window.addEventListener("hashchange", () => {
+    readAddress();
+    update();
+  });
   for (const area of Object.values(texts)) {
     area.maxLength = about.max_characters;
     area.addEventListener("input", updateSoon);
@@ -127,6 +174,7 @@ async function start() {
   at("form").addEventListener("change", (event) => event.target.matches("select, input") && update());
   at("compare").addEventListener("click", toggleCompare);
   at("save").addEventListener("click", save);
+  at("link").addEventListener("click", copyLink);
   at("results").addEventListener("mouseover", showTip);
   at("results").addEventListener("mouseleave", hideTip);
   document.addEventListener("keydown", (event) => event.key === "Escape" && hideTip());

@@ -16,6 +16,11 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
+const TERMS = { base: "base", "special tokens": "special", "not explained": "rest" }; // explained by style.css
+
+/** A word that is explained when it is pointed at or has the focus. */
+const term = (name, text) => element("span", { class: `term ${name}`, tabindex: 0 }, text);
+
 /** A whole number of the last decimal as a decimal number. */
 export function number(value, decimals, plus = true) {
   const digits = String(Math.abs(value)).padStart(decimals + 1, "0");
@@ -78,7 +83,7 @@ function table(caption, head, lines, score, decimals) {
     element(
       "tr",
       is_sum ? { class: "sum" } : {},
-      element("th", { scope: "row" }, element("bdi", {}, label)),
+      element("th", { scope: "row" }, is_sum && label in TERMS ? term(TERMS[label], label) : element("bdi", {}, label)),
       element("td", { class: "number" }, number(value, decimals)),
       element("td", {}, bar(value, longest)),
     ),
@@ -119,25 +124,25 @@ function depthLines({ names, values, base, rest }) {
 export function show(section, answer, scale, drawn = heat(answer, scale)) {
   const { shown, unit, depth, label } = answer;
   const predicted = Array.isArray(label) ? label.join(", ") || "none" : label;
-  const less = answer.against === null ? [] : [" less ", element("bdi", {}, answer.against)];
-  const names = [element("bdi", {}, answer.output), ...less];
+  const { title, meaning, chance } = answer.told;
   const score = number(shown.score, shown.decimals, false);
   const depthName = depth === null ? "" : ` at ${answer.depthName}`;
   const lines = shown.lines.map((line) =>
     depth !== null && line.label === "base" && !line.rows.length ? { ...line, label: "base and other depths" } : line,
   );
   const tables = [table(`What adds up to the score${depthName}, most first`, unit, lines, shown.score, shown.decimals)];
-  if (depth === null) {
-    const { depths } = shown;
+  const { depths } = shown;
+  if (depth === null && depths.names.length > 1) {
     tables.push(table("By depth, from the embeddings up", "depth", depthLines(depths), depths.score, depths.decimals));
   }
   section.replaceChildren(
     element("p", { class: "prediction" }, "Predicted ", element("strong", {}, element("bdi", {}, predicted))),
     probabilities(answer),
-    element("h2", {}, "Score of ", ...names, `: ${score}`),
-    element("p", { class: "key" }, element("span", { class: "p5" }, "solid line, blue"), " raises it, ", element("span", { class: "n5" }, "dashed line, orange"), " lowers it"),
-    drawn,
-    element("div", { class: "columns" }, ...tables),
+    element("h2", {}, `${title} Score: ${score}`),
+    ...(chance.what ? [element("p", { class: "note" }, `${chance.what}: `, element("b", {}, chance.percent), ` = ${chance.formula}, with `, term("temperature", "T"), ` = ${chance.temperature}`)] : []),
+    element("p", { class: "note" }, `${meaning} All numbers and the `, term("base", "base"), " add up to the score."),
+    element("p", { class: "key" }, element("span", { class: "p5" }, "solid line, blue"), " raises the score, ", element("span", { class: "n5" }, "dashed line, orange"), " lowers it"),
+    element("div", { class: "sides" }, drawn, element("div", { class: "tables" }, ...tables)),
   );
   section.hidden = false;
 }
