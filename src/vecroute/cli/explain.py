@@ -65,7 +65,7 @@ def explain(
     for one in texts:
         options = {"by_depth": True} if of == "words" and by == "depth" else {}
         why = classifier.explain(one, of=of.value, **options)
-        why = why._replace(about=why.about | {"model": model.name})
+        why = why._replace(about=why.about | {"model": model.resolve().name})
         why.index(class_)  # raises if there is no such class
         unit = by.value if by else "region" if "region" in why.units else "word"
         if html is not None:
