@@ -73,7 +73,7 @@ def test_wrong_images_come_with_maps_the_most_confident_first(root, classifier):
         assert max(shown, key=abs) == pytest.approx(grid.flat[abs(grid).argmax()], rel=0.01)
         (total,) = article.all("p")
         *parts, score = [Decimal(b.text) for b in total.all("b")]
-        assert total.text.startswith(" - ".join(names))
+        assert total.text.startswith("Why {} rather than {}?".format(*names))
         assert sum(parts) == score
         assert float(score) == pytest.approx(margin.scores[0], abs=0.02)
 
@@ -96,7 +96,7 @@ def test_shares_of_depths_add_up_to_a_hundred_per_cent(root):
     assert [row[0] for row in rows] == ["embeddings", "layer 1", "layer 2"]
     for column in (1, 3):
         assert sum(Decimal(row[column].removesuffix(" %")) for row in rows) == 100
-    assert next(table.all("caption")).text.startswith("Mean over 9 images")
+    assert next(section(root, "depths").all("summary")).text.startswith("Mean over 9 images")
 
 
 def test_the_page_needs_nothing_but_itself(page):
@@ -113,7 +113,7 @@ class Known:
     def __init__(self, *names):
         self.classes_ = np.array(names)
 
-    def explain(self, picture, classes):
+    def explain(self, picture, classes, of="words"):
         return explain(names=classes)
 
 

@@ -70,15 +70,17 @@ def test_explanations_add_up(client, unit, depth):
 
 
 def test_explanations_are_those_of_the_classifier(client, classifier):
-    why = classifier.explain(IMAGE, by_depth=True)
+    why = classifier.explain(IMAGE)
     answer = explained(client, unit="patch")
     assert answer["output"] == why.output_names[int(why.scores.argmax())] == answer["label"]
     assert [part["piece"] for part in answer["parts"]] == why.pieces
     assert np.allclose([part["value"] for part in answer["parts"]], why.totals(), atol=1e-5)
     assert np.allclose([part["box"] for part in answer["parts"]], why.boxes)
     assert [patch["part"] for patch in answer["patches"]] == list(range(1, 17))
-    for level, found in enumerate(answer["maps"]):
-        assert np.allclose(found, why.grid(level=level), atol=1e-5)
+    states = classifier.explain(IMAGE, of="states")
+    maps = explained(client, unit="patch", of="states")["maps"]
+    for level, found in zip(range(3), maps, strict=True):
+        assert np.allclose(found, states.grid(level=level), atol=1e-5)
     regions = explained(client, unit="region")
     sums = np.zeros(len(regions["parts"]))
     for patch, part in zip(regions["patches"], answer["parts"][1:], strict=True):
@@ -214,7 +216,7 @@ def test_an_image_looked_at_again_is_explained_once(classifier, monkeypatch):
     real = type(classifier).explain
     monkeypatch.setattr(type(classifier), "explain", lambda *a, **k: (calls.append(a[1]), real(*a, **k))[1])
     answers, pictures = Answers(classifier), [Picture.of(DATA), Picture.of(DATA)]
-    answers.answer([Explain(pictures[0], unit="patch"), Explain(pictures[1], unit="region", depth=1)])
+    answers.answer([Explain(pictures[0], unit="patch"), Explain(pictures[1], unit="region")])
     assert len(calls) == 1
 
 

@@ -24,8 +24,9 @@ from tests.helpers.served import check_sums, served, tiny_classifier, wait_for
 from vecroute import serve
 from vecroute.explain.explanation import UNITS
 from vecroute.explain.shown import visible
+from vecroute.explain.told import meaning
 from vecroute.serve import schemas
-from vecroute.serve.answers import Answers, Explain, Predict
+from vecroute.serve.answers import EXAMPLES, Answers, Explain, Predict
 from vecroute.serve.batching import Batcher, QueueFull
 
 TEXT = "The film is good, and so witty! But the plot is dull ."
@@ -95,6 +96,26 @@ def test_margins_between_classes(client, classifier):
     assert (answer["against"], answer["score"]) == (None, pytest.approx(scores[second], abs=1e-5))
 
 
+def test_words_and_states_are_told_apart(client, classifier):
+    for of in ("words", "states"):
+        answer = explained(client, of=of, output="good", against="bad")
+        why = classifier.explain(TEXT, of=of).aggregate("word").margin("good", "bad")
+        assert answer["of"] == of
+        assert [part["value"] for part in answer["parts"]] == pytest.approx(why.totals().tolist(), abs=1e-5)
+        assert answer["told"]["meaning"] == meaning(why, "word")
+    assert answer["told"]["title"] == "Why good rather than bad?"
+    assert len(answer["shown"]["depths"]["names"]) == 3
+    both = classifier.explain(TEXT)
+    share = 1 / (1 + np.exp(both.scores[0] - both.scores[1]))
+    assert answer["told"]["chance"]["percent"] == f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
+
+
+def test_examples_are_those_of_the_model_if_it_has_some(client, classifier, monkeypatch):
+    assert client.get("/model").json()["examples"] == list(EXAMPLES)
+    monkeypatch.setattr(classifier, "examples_", ["one", "two", "three", "four"], raising=False)
+    assert Answers(classifier).examples == ["one", "two", "three"]
+
+
 def test_one_depth_has_its_contributions_alone(client, classifier):
     why = classifier.explain(TEXT, by_depth=True).aggregate("word")["good"]
     answer = explained(client, output="good", depth=1)
@@ -117,8 +138,10 @@ def test_a_text_looked_at_again_is_explained_once(classifier, monkeypatch):
     real = type(classifier).explain
     monkeypatch.setattr(type(classifier), "explain", lambda *a, **k: (calls.append(a[1]), real(*a, **k))[1])
     answers = Answers(classifier)
-    answers.answer([Explain(TEXT), Explain(TEXT, unit="token"), Explain(TEXT, depth=1)])
+    answers.answer([Explain(TEXT), Explain(TEXT, unit="token")])
     assert calls == [TEXT]
+    answers.answer([Explain(TEXT, of="states"), Explain(TEXT, of="states", depth=1, unit="depth")])
+    assert calls == [TEXT, TEXT]
     answers.answer([Explain(f"film {k}") for k in range(40)])
     assert len(answers.kept) == 16
 

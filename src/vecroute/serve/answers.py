@@ -111,7 +111,7 @@ class Answers:
         against = job.against or (others[0] if job.margin and others else None)
         against = None if against == output else against
         names = [output] if against is None else [output, against]
-        by_depth = job.of == "states" or job.depth is not None
+        by_depth = job.of == "states" or job.depth is not None or job.unit == "depth"
         both, question = self._explain(job.text, names, job.of, by_depth), Question(output, against)
         why = asked(both, question)
         told = {"title": question.title, "meaning": meaning(why, job.unit), "chance": chance(both, question)}
