@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -266,7 +267,15 @@ def test_explain_in_the_terminal_as_json_and_as_a_page(run, fitted, tmp_path):
         assert total == pytest.approx(first["scores"][name], abs=1e-4)
     assert [text[part["start"] : part["end"]] for part in first["parts"]][1:3] == ["a", "good"]
     assert run("explain", fitted, text, "--html", tmp_path / "why.html").code == 0
-    assert "witty" in (tmp_path / "why.html").read_text()
+    html = (tmp_path / "why.html").read_text()
+    # The terminal shows what the page shows first, and the page has the hidden states as its second view.
+    title = re.search("<h2[^>]*>(Why [^<]*)</h2>", html).group(1)
+    assert title in run("explain", fitted, text).out
+    assert "Second view: inner states" in html
+    states = json.loads(run("explain", fitted, text, "--json", "--of", "states", "--by", "token").out)
+    assert (first["of"], states["of"]) == ("words", "states")
+    assert states["scores"] == pytest.approx(first["scores"], abs=1e-4)
+    assert states["parts"] != first["parts"]
     assert run("explain", fitted, "--json", stdin=text.encode()).out.count("\n") == 1
 
 

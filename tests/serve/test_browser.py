@@ -14,6 +14,7 @@ from tests.helpers.served import served, tiny_classifier
 from vecroute.explain.html import page as page_of
 from vecroute.explain.report import report
 from vecroute.explain.shown import visible
+from vecroute.explain.told import TERMS
 
 pytestmark = pytest.mark.slow
 
@@ -83,11 +84,15 @@ def test_switching_class_depth_and_unit(page):
     other = next(name for name in first["probabilities"] if name != first["output"])
     found = answer(page, lambda: page.select_option("#output", other))
     assert found["output"] == other
-    assert page.text_content("#result-a h2").startswith(f"Score of {other} less ")
+    assert page.text_content("#result-a h2").startswith(f"Why {other} rather than ")
     check_sums(page)
-    found = answer(page, lambda: page.select_option("#against", label="nothing"))
+    found = answer(page, lambda: page.select_option("#against", label="(its score alone)"))
     assert (found["output"], found["against"]) == (other, None)
-    assert page.text_content("#result-a h2").startswith(f"Score of {other}: ")
+    assert page.text_content("#result-a h2").startswith(f"Why {other}? Score: ")
+    check_sums(page)
+    assert page.is_hidden("#depth")
+    found = answer(page, lambda: page.check("input[value=states]"))
+    assert found["of"] == "states"
     check_sums(page)
     found = answer(page, lambda: page.select_option("#depth", label="layer 1"))
     assert found["depth"] == 1
@@ -101,7 +106,8 @@ def test_switching_class_depth_and_unit(page):
 
 
 def test_pointing_at_a_word_shows_its_numbers(page):
-    found = type_text(page, TEXT)
+    type_text(page, TEXT)
+    found = answer(page, lambda: page.check("input[value=states]"))
     assert page.is_hidden("#tip")
     k = next(k for k, s in enumerate(found["shown"]["segments"]) if s["text"] == "witty")
     page.hover(f"#result-a span[data-k='{k}']")
@@ -115,6 +121,27 @@ def test_pointing_at_a_word_shows_its_numbers(page):
     assert f"characters {start}–{start + 5}" in tip.text_content()
     page.keyboard.press("Escape")
     assert tip.is_hidden()
+
+
+def test_examples_links_and_words_that_are_explained(page, address):
+    examples = page.locator("#examples button")
+    assert examples.count() == 3
+    found = answer(page, lambda: examples.nth(1).press("Enter"))
+    assert shown_text(page) == examples.nth(1).text_content()
+    link = page.url
+    assert found["told"]["title"] in page.text_content("#result-a h2")
+    page.goto("about:blank")
+    with page.expect_response("**/explain"):
+        page.goto(link)
+    page.wait_for_selector("#result-a h2")
+    assert page.input_value("#text-a") == page.locator("#examples button").nth(1).text_content()
+    assert page.url == link
+    # By hovering and by the keyboard.
+    base = page.locator("#result-a .term.base").first
+    told = "(element) => getComputedStyle(element, '::after').content"
+    assert base.evaluate(told) == "none"
+    base.focus()
+    assert TERMS["base"] in base.evaluate(told)
 
 
 def other_text(page, address, label):
@@ -154,7 +181,7 @@ def test_hostile_texts_are_shown_as_text(page, name):
     # A field of a page has line ends of its own, and halves of characters are none.
     text = re.sub(r"[\ud800-\udfff]", "\ufffd", re.sub(r"\r\n?", "\n", text))
     assert shown_text(page) == visible(text)
-    assert page.locator("#result-a script, #result-a img, #result-a b").count() == 0
+    assert page.locator("#result-a script, #result-a img, #result-a .text b").count() == 0
     check_sums(page)
 
 
