@@ -34,7 +34,7 @@ def model_and_input(n: int, name: str, options: argparse.Namespace, mode: str, *
 
 
 def measure(n: int, name: str, mode: str, options: argparse.Namespace) -> list[dict[str, object]]:
-    """A row of figures, eager and, on a GPU, captured; memory is that of the eager one."""
+    """Return a row for eager passes and, on a GPU, one for captured passes. Both have the eager memory."""
     build = partial(model_and_input, n, name, options, mode)
     rows = []
     with common.product_precision(mode):
@@ -72,7 +72,7 @@ def of_kind(row: dict, kind: tuple[str, str, str]) -> bool:
 
 
 def crossover(logs: list[tuple[int, float]]) -> dict[str, object]:
-    """Of one quantity, from the logarithms of its ratios."""
+    """Return the crossover of one quantity, from the logarithms of its ratios."""
     less = [k for k, (_, log) in enumerate(logs) if log < 0]
     if not less:
         return {"relation": "never", "N": None, "from_N": None}

@@ -103,9 +103,10 @@ def speedups(ms: dict, name: str, launch: str) -> dict[str, float | None]:
 
 
 def share(cases: list[Case], both_ms: float, flops_per_s: float) -> float:
-    """Of the matmul rate: what the products of forward + backward would take, over what they took.
+    """Return the share of the matmul rate: the time of the products at that rate over the measured time.
 
-    In the variable case z and the betas count once, as if kept; in the fixed case z counts in backward too.
+    With variable length, z and the betas count once, as if they were stored. With fixed length, z counts in
+    the backward pass too.
     """
     products = sum(sum(flops(case, kept=case.variable)) for case in cases)
     return 1000 * products / flops_per_s / both_ms

@@ -93,7 +93,7 @@ def remove_abandoned(path: Path) -> None:
 def put_folder(new: Path, folder: Path) -> None:
     """Give a folder its name; the folder that has this name already is removed, after that.
 
-    On Linux both happen in one step: at any moment the name is that of the old folder or of the new one.
+    On Linux both happen in one step: at any moment the name belongs to the old folder or to the new one.
     """
     if not folder.exists():
         new.rename(folder)

@@ -93,7 +93,7 @@ def test_heads_of_a_stack_are_what_they_would_be_alone(data, name):
     for k, recipe in enumerate(recipes):
         alone = Stack(name, options, [recipe], "cpu")
         alone.fit(data, training, own_order=True)
-        if k == 0:  # the order of batches is that of the first
+        if k == 0:  # the first head determines the order of batches
             torch.testing.assert_close(alone.predict(data)[0], found[k], rtol=1e-3, atol=1e-4)
     assert (found[0].argmax(-1) == data.label).float().mean() > 0.6
     assert (found[0] - found[1]).abs().max() > 1e-3

@@ -276,7 +276,7 @@ def test_hidden_states_are_computed_once_for_all_fits(tiny, tmp_path, monkeypatc
     quick = vr.RoutingClassifier(tiny, max_epochs=1, cache=tmp_path / "here")
     first = quick.fit(TEXTS, LABELS)
     assert list((tmp_path / "here").glob("*/*.safetensors"))
-    # Whoever gives the encoder something to do fails.
+    # From here on, any use of the encoder fails.
     monkeypatch.setattr(TextEncoder, "_run", None)
     second = clone(quick).set_params(random_state=1).fit(TEXTS, LABELS)
     monkeypatch.undo()
@@ -502,7 +502,7 @@ def resident(key: str) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of memory")
 def test_long_documents_take_bounded_memory(quick):
-    """Of 26,000 positions the hidden states have 5 MB; all pairs of positions would have 2700 MB."""
+    """The hidden states of 26,000 positions take 5 MB. All pairs of positions would take 2700 MB."""
     texts = [(LONG * 101)[k : 100_000 + k] for k in range(8)]
     quick.fit([*TEXTS, *texts[:2]], [*LABELS, "pos", "neg"])
     peaks = []

@@ -113,7 +113,7 @@ def test_the_paired_test_knows_gains_from_chance():
     assert paired_test(np.zeros(50)) == 1
     assert paired_test(np.array([0.2] * 40 + [0.0] * 60)) < 0.001
     assert paired_test(np.array([0.2, -0.2] * 20)) > 0.9
-    # Of 8 outcomes of three equal gains, 2 are as far from 0.
+    # Three equal gains have 8 outcomes, and 2 of them are as far from 0.
     assert paired_test(np.array([1.0, 1.0, 1.0])) == pytest.approx(0.25, abs=0.02)
 
 

@@ -257,7 +257,7 @@ WRONG = {
     ),
     "numbers that are missing": (
         lambda f: parquet_of(f, [[1.0, None] * 3]),
-        r"'vector' of .*x\.parquet must have floating-point numbers, has double, of which 3 are missing",
+        r"'vector' of .*x\.parquet must have floating-point numbers, has double with 3 missing values",
     ),
     "lists of integers": (
         lambda f: parquet_of(f, [[1] * 6]),

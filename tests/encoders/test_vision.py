@@ -120,7 +120,7 @@ def test_boxes_of_resized_and_cropped_images(folders):
     whole = VisionEncoder(folders["vit"], special_tokens=False).patches((80, 40)).boxes
     assert whole[0] == (0, 0, 20, 10)
     assert whole[-1] == (60, 30, 80, 40)
-    # 80 x 40 becomes 40 x 20, of which 16 x 16 in the middle are seen: from 12 to 28, and from 2 to 18.
+    # 80 x 40 becomes 40 x 20, and the middle 16 x 16 are used: from 12 to 28, and from 2 to 18.
     middle = VisionEncoder(folders["dinov2"], special_tokens=False).patches((80, 40)).boxes
     assert middle[0] == (24, 4, 32, 12)
     assert middle[-1] == (48, 28, 56, 36)

@@ -207,7 +207,7 @@ def test_intervals_hold_the_mean_and_shrink_with_more_texts():
     (few,), (many,) = summarize(rows(50)), summarize(rows(5000))
     assert few["low"] < few["mean"] < few["high"]
     assert many["high"] - many["low"] < 0.2 * (few["high"] - few["low"])
-    # Of 5000 standard normal numbers, the mean has the standard error 0.0141.
+    # The mean of 5000 standard normal numbers has a standard error of 0.0141.
     assert many["high"] - many["low"] == pytest.approx(2 * 1.96 * 0.0141, rel=0.1)
     assert (few["measure"], few["texts"]) == ("deletion", 50)
 

@@ -81,7 +81,7 @@ class TestOfAnImage:
         assert found.values.shape == (17, 3, 4)
         assert found.special.tolist() == [True] + [False] * 16
         assert found.size == [80, 60]
-        # 80 x 60 becomes 26 x 20, of which the middle is seen.
+        # 80 x 60 becomes 26 x 20, and only the middle is used.
         assert found.tiles[0, 0].tolist() == pytest.approx([5 * 80 / 26, 6, 9 * 80 / 26, 18], rel=1e-5)
         np.testing.assert_array_equal(found.boxes[1:].reshape(4, 4, 4), found.tiles)
         np.testing.assert_array_equal(found.image, np.asarray(picture.open()))

@@ -21,7 +21,7 @@ def samples_of(X: Any, images: bool) -> Any:
     """The column of texts, or of images, of a dataset; anything else as it is.
 
     Raises:
-        ValueError: no column, or several, could be meant; or X has splits, of which one is to be chosen.
+        ValueError: no column fits, or several fit; or X has splits, and the caller must choose one of them.
     """
     if is_splits(X):
         raise ValueError(f"X must be one split of the dataset, such as X[{min(X)!r}], got {sorted(X)}")

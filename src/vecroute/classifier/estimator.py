@@ -75,7 +75,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         keep_examples: whether to store three of the texts with the classifier, as ``examples_``.
         cache: where to keep hidden states: True for the user's cache folder, a folder, or False for nowhere.
         cache_bytes: limit for that folder.
-        checkpoint: a file by which ``fit`` goes on where it was stopped; None for none. It stays until
+        checkpoint: a file from which ``fit`` resumes where it stopped; None for none. It stays until
             ``save_pretrained`` has written the classifier.
         device: None for the GPU if there is one.
         random_state: the seed of everything random, an int.
@@ -270,7 +270,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
                 where the head routes. A hidden state has read the other words too.
             samples: 0 for the text as it is; an even number for means over so many random sub-texts, which is
                 slower and more faithful. What their sum misses is ``not_explained``.
-            by_depth: whether to split words by the depth of the hidden states by way of which they count.
+            by_depth: True to split the value of each word by the depth of the hidden states it goes through.
 
         Returns:
             An ``Explanation``, or a list of them for several texts.

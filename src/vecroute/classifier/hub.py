@@ -29,7 +29,9 @@ def push(
         encoder = classifier.encoder_.name
         if Path(encoder).expanduser().exists():
             logger.warning(
-                "encoder %s is a folder of this machine: whoever loads %s must say encoder=...", encoder, name
+                "encoder %s is a folder of this machine: to load %s elsewhere, pass encoder=...",
+                encoder,
+                name,
             )
         client.create_repo(name, private=private, exist_ok=True)
         if revision is not None:

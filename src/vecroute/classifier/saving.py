@@ -27,7 +27,7 @@ ENCODER_OPTIONS = ("depths", "max_length", "stride", "special_tokens")
 # What belongs to a place or a run, not to the classifier; and what is saved with the encoder.
 NOT_SAVED = {"cache", "cache_bytes", "checkpoint", "device", "verbose", "class_weight"}
 NOT_SAVED |= {"encoder", "revision", *ENCODER_OPTIONS}
-# What a configuration must have, and of which type; without these params, predictions would be others.
+# The entries of a configuration and their types. Predictions depend on all of these parameters.
 ENTRIES: dict[str, Any] = {"classes": list, "params": dict, "encoder": dict, "samples": str, "vecroute": str}
 ENTRIES |= {"n_texts": dict, "validation_accuracy": float | None, "history": list, "about": dict}
 ENCODER_ENTRIES: dict[str, Any] = {"name": str, "revision": str | None, "depths": list, "stride": int}
@@ -212,7 +212,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_config(cls: Any, folder: Path, config: dict[str, Any]) -> None:
     """Raise for a configuration that lacks what is needed, though its seal is right."""
-    mistake = f"config.json in {folder} is not that of a classifier: "
+    mistake = f"config.json in {folder} is not the configuration of a classifier: "
     check_entries(config, ENTRIES, mistake)
     check_entries(config["encoder"], ENCODER_ENTRIES, f"{mistake}encoder: ")
     check_entries(config["params"], PARAMS, f"{mistake}params: ")

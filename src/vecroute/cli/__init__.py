@@ -47,7 +47,7 @@ def main() -> None:
         sys.exit(asked.exit_code)
     except UsageError as error:
         fail(error.format_message())
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output, such as head, has closed the pipe
         leave_output()
         sys.exit(0)
     except (ValueError, TypeError, ImportError, OSError) as error:

@@ -49,7 +49,7 @@ class Gates(TorchFunctionMode):
         self.calls: int | None = None  # how many of them this run has used; None in the first run
 
     def run(self, module: Callable[[Tensor], Any], x: Tensor) -> Any:
-        """The value of module(x) in the first run, that of the affine map it has become in later ones."""
+        """Return module(x) in the first run, and the value of its affine map at x in later runs."""
         x = x.clone()  # for a mark of its own, and for modules that work in place
         with self:
             x_out = module(_mark(x, AFFINE))

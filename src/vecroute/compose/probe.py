@@ -90,7 +90,7 @@ def _key(probe: str, module: Callable[[Tensor], Tensor], x: Tensor) -> tuple:
 
 
 def precision(x: Tensor) -> torch.dtype:
-    """The dtype in which modules may compute: that of x, or that of autocast."""
+    """Return the dtype in which modules compute: the dtype of autocast if it is on, else of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

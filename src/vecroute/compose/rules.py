@@ -37,7 +37,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, value: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
-    """The value, of which x has the gradient that the function makes of that of the value."""
+    """Return the value. In the backward pass, x gets gradient(g) for an upstream gradient g."""
     return _Linear.apply(x, [value], gradient)  # in a list, so that it is new and not an argument
 
 
@@ -64,7 +64,7 @@ def constantly(value: Any) -> Callable[..., Any]:
 
 
 def times(which: int, gate: Tensor) -> Callable[..., Tensor]:
-    """The product of two factors, of which one is held."""
+    """Return the product of two factors as a function that holds one of them fixed."""
     return lambda *factors: factors[1 - which] * gate
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vecroute.storage import require
 
-# Of memory that is pinned, or not: buffers, of which one is used while the others are filled or wait, and
-# threads that fill them.
+# The number of buffers, and of threads that fill them, with pinned memory (True) and without (False). One
+# buffer is in use while the others are filled or wait.
 BUFFERS = {True: 5, False: 4}
 READERS = {True: 4, False: 2}
 BLOCK = 4096  # what places in files and in memory are multiples of in direct reads
@@ -100,7 +100,7 @@ def read(path: Path, before: "Stamp", begin: int, size: int, buffer: Tensor, dir
         if direct:
             try:
                 return fill(path, begin, size, buffer, getattr(os, "O_DIRECT", 0))  # [size]
-            except OSError:  # as on file systems in memory, some of which say so when opened, some when read
+            except OSError:  # file systems in memory refuse O_DIRECT, some in open, some in read
                 pass
         return fill(path, begin, size, buffer)  # [size]
 

@@ -76,7 +76,7 @@ class ParquetVectors:
                         raise ValueError(f"{where} must have lists of one length, has {lengths}")
                     numbers = lists.flatten()
                     if not pyarrow.types.is_floating(numbers.type) or numbers.null_count:
-                        found = f"{numbers.type}, of which {numbers.null_count} are missing"
+                        found = f"{numbers.type} with {numbers.null_count} missing values"
                         raise ValueError(f"{where} must have floating-point numbers, has {found}")
                     flat = numbers.to_numpy(zero_copy_only=False)
                     chunk = torch.from_numpy(flat.reshape(len(lists), -1).copy())  # [rows, d]

@@ -1,4 +1,4 @@
-"""What a file of hidden states says of itself: of which encoder they are, and what each text should have."""
+"""The description in a file of hidden states: their encoder, and the expected content for each text."""
 
 import hashlib
 import json

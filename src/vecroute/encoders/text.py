@@ -288,7 +288,7 @@ def drop_overlaps(keep: list[list[bool]], special: list[list[int]], step: int) -
     for chunk, row in enumerate(special):
         content = [position for position, is_special in enumerate(row) if not is_special]
         for k, position in enumerate(content):
-            # Of two places with equally near ends, the longer chunk gives more context.
+            # If the ends are equally near in two chunks, the longer chunk has more context.
             context = min(k, len(content) - 1 - k) + len(content) / (len(content) + 1)
             token = chunk * step + k
             keep[chunk][position] = token not in best or context > best[token][0]
@@ -304,8 +304,8 @@ def length_batches(lengths: Sequence[int], limit: int, *, in_order: bool = False
 
     Args:
         lengths: of each row.
-        limit: positions per group, padding included; a longer row comes alone. Of these, a 64th may be
-            padding: one more pass costs less than more of it.
+        limit: positions per group, including padding. A longer row is a group of its own. At most a 64th of
+            the positions may be padding, because more padding costs more than another pass.
         in_order: keep the rows in order instead of sorting them by length.
     """
     order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lengths.__getitem__)

@@ -41,7 +41,7 @@ class VisionEncoder:
 
     Args:
         model: "vit-cifar10", a name on the Hugging Face hub, a folder, or a loaded model (frozen in place).
-            Of a model of texts and images the part for images is used.
+            Only the image part of a model of texts and images is used.
         processor: a loaded image processor, None for the one that comes with the model.
         depths: which hidden states to give, 0 for the embeddings, negative from the end; None for all.
         special_tokens: whether the special tokens are routed too, as in the paper.

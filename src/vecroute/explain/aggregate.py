@@ -24,7 +24,7 @@ def by_part(explanation: "Explanation", unit: str) -> dict[str, Any]:
         "pieces": [piece for piece, _ in parts.values()],
         "offsets": [span for _, span in parts.values()],
         "special": special,
-        "chunk": explanation.chunk[np.unique(group, return_index=True)[1]],  # that of the first token
+        "chunk": explanation.chunk[np.unique(group, return_index=True)[1]],  # the chunk of the first token
         "unit": unit,
     }
 

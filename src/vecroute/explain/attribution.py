@@ -169,7 +169,7 @@ def by_integrated_gradients(n_steps: int = 50, margin: bool = True, steps_at_onc
         against = other if margin else None
 
         def outputs(embeddings: Tensor) -> Tensor:
-            """Of each text at each step, [steps, b], of embeddings [steps, c, n, d_emb]."""
+            """Return the outputs [steps, b] of embeddings [steps, c, n, d_emb], for each text and step."""
             steps = len(embeddings)
             copies = repeated(layout, steps)
             hidden = reader.hidden(copies, embeddings.flatten(0, 1))  # [steps b, n_pos, depth, d_emb]
@@ -279,7 +279,7 @@ def by_chance(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> 
 
 
 def margins(scores: Tensor, target: Tensor, other: Tensor | None) -> Tensor:
-    """The score of the target, less that of the other if there is one, [b], of scores [b, n_cls]."""
+    """Return the score of the target [b], minus the score of the other if given, from scores [b, n_cls]."""
     chosen = scores.gather(-1, target[:, None])[:, 0]  # [b]
     return chosen if other is None else chosen - scores.gather(-1, other[:, None])[:, 0]  # [b]
 

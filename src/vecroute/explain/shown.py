@@ -42,8 +42,8 @@ def shown(explanation: "Explanation", output: Any = None, decimals: int | None =
 
     Args:
         explanation: what to show.
-        output: of which class, None for the one with the highest score.
-        decimals: how many, None for as many as give the largest value a few digits.
+        output: the class, None for the class with the highest score.
+        decimals: number of decimals, None for as many as give the largest value a few digits.
     """
     j = explanation.index(output)
     base, score = float(explanation.base_values[j]), float(explanation.scores[j])

@@ -94,7 +94,7 @@ def predicted(explanation: "Explanation") -> str:
             f"{name}, {percent(share)}" for name, share in zip(names, shares, strict=True) if share > 0.5
         ]
         return f"Predicted: {'; '.join(likely)}" if likely else "Predicted: none of these labels"
-    # Of classes that are not explained one may be likelier.
+    # A class that is not explained may be more likely.
     sure = shares[best] >= 1 - shares.sum()
     return f"{'Predicted' if sure else 'Explained'}: {names[best]}, {percent(shares[best])}"
 

@@ -47,7 +47,7 @@ class HeldHead:
         head: hidden states [b, n_pos, depth, d_emb] -> scores [b, n_cls].
         hidden, mask: its inputs; mask is [b, n_pos].
         outputs: [b, k] the classes to explain, by number.
-        margin: whether to explain the score of the first of two classes less that of the second; k is then 1.
+        margin: True to explain the score of the first of two classes minus the second; then k = 1.
 
     Attributes:
         hidden: the hidden states as the head took them.
@@ -99,7 +99,7 @@ def split_words(
         reading: what is read.
         head: on the hidden states.
         outputs, margin: see ``HeldHead``.
-        by_depth: whether to say by way of the hidden states of which depth; a backward pass for each.
+        by_depth: True to split values by the depth of the hidden states, with a backward pass for each depth.
     """
     runs, alone = reading.runs, len(reading.runs) == 1
     helds = [_hold(reading, run) for run in runs] if alone else []

@@ -173,8 +173,8 @@ class Trainer:
     def inputs(self, which: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor]:
         """What the model takes of some samples in a step, and their targets [b, n_cls].
 
-        Of a routing head the inputs that stay, [b, i, d_emb] and [b, i]; of others all hidden states,
-        [b, n_pos, depth, d_emb], and which of them stay, [b, n_pos, depth].
+        A routing head takes only the inputs that stay, [b, i, d_emb] and [b, i]. Other heads take all hidden
+        states, [b, n_pos, depth, d_emb], and a mask of those that stay, [b, n_pos, depth].
         """
         recipe = self.recipe
         x, mask, targets = self.load_batch(which)  # [b, n_pos, depth, d_emb]

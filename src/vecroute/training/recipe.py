@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vecroute.ops.checks import check_size
 
-# Where the number of epochs is left to us: about 1000 steps, in 3 to 20 epochs. Of little data up to 100, so
-# that there are 150 steps, or 50 for each class: of many classes a step says little about each.
+# The default number of epochs: about 1000 steps, in 3 to 20 epochs. With little data up to 100 epochs, for at
+# least 150 steps, or 50 per class, because with many classes a step teaches little about each.
 STEPS, FEWEST_EPOCHS, MOST_EPOCHS = 1000, 3, 20
 FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS, MOST_EPOCHS_OF_FEW = 150, 50, 100
 

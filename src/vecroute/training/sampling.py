@@ -29,7 +29,7 @@ def shuffled_batches(lengths: Sequence[int], batch_size: int, generator: torch.G
 def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generator) -> Tensor:
     """Leave out a share of the used inputs of each sample at random, but never all of them.
 
-    Where lengths differ by a tenth at most, as many stay of each: the share is that of the batch.
+    If lengths differ by at most a tenth, the same number of inputs stays in each sample of the batch.
 
     Args:
         mask: [b, n_pos] the used positions.
