@@ -288,6 +288,7 @@ class TestHtml:
             "Map of depths and chunks"
         ] * 4
 
+    @pytest.mark.slow
     def test_20000_words_make_a_page_of_3_megabytes(self):
         text = "Seven words stand in this long sentence, and with numbers it is longer. " * 1430
         explanation = explain(text, depth=7, names="abcd", chunk_size=400)
