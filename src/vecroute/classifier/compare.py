@@ -1,4 +1,4 @@
-"""Compare heads on one's own texts: the same texts to learn from and to test on, several seeds."""
+"""Compare heads on your own texts: the same training and test texts, several seeds."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,23 +39,23 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Fit every head with every seed, and test all on the same texts.
 
-    All heads are trained alike, by the defaults of ``RoutingClassifier`` unless options say otherwise; that
-    may not be the best for each. What differs is what every step leaves out: 0.8 of the hidden states and 0.3
-    of the features for heads that choose among them, nothing for heads of means and of one position.
+    All heads have the same recipe, by default the recipe of ``RoutingClassifier``, which may not be the best
+    for each. There is one difference: each step drops 0.8 of the hidden states and 0.3 of the features for
+    heads that weight each hidden state, and nothing for heads that take means or one position.
 
     Args:
-        texts, labels: to learn from, as in ``RoutingClassifier.fit``.
-        heads: names out of ``vecroute.heads.HEADS``. The others are compared with the first.
-        seeds: how many.
-        test: texts and labels to test on, None to keep out a part of the others.
-        test_fraction: that part.
-        step: called with a row for each classifier that was fitted.
-        options: of ``RoutingClassifier``.
+        texts, labels: training data, as in ``RoutingClassifier.fit``.
+        heads: names from ``vecroute.heads.HEADS``. The others are compared with the first.
+        seeds: number of seeds.
+        test: texts and labels for the test, None to take a part of the training data.
+        test_fraction: the share of that part.
+        step: called with a row for each fitted classifier.
+        options: options of ``RoutingClassifier``.
 
     Returns:
-        A row for each head: accuracy (mean over the seeds) and spread (their standard deviation), difference
-        to the first head and the p-value of a paired test of it, seconds to fit (hidden states are computed
-        before, once for all), parameters.
+        A row for each head: accuracy (mean over the seeds) and spread (standard deviation), the difference to
+        the first head and its p-value in a paired test, seconds to fit (without the hidden states, which are
+        computed once for all), and parameters.
     """
     check_size("seeds", seeds)
     for head in heads:
@@ -88,7 +88,7 @@ def compare(
 def fit_and_test(
     classifier: RoutingClassifier, texts: list[str], y: list[Any], features: Features, truth: np.ndarray
 ) -> Result:
-    """Fit to texts and labels, and test on the hidden states of others, whose labels are the truth [n]."""
+    """Fit to texts and labels, and test on other hidden states with the true labels [n]."""
     started = time.perf_counter()
     classifier.fit(texts, y)
     seconds = time.perf_counter() - started
@@ -99,13 +99,13 @@ def fit_and_test(
 
 
 def batches(features: Features) -> Iterator[Batch]:
-    """All hidden states, those of similar length together."""
+    """Return all hidden states in batches of similar length."""
     for which in length_batches(features.lengths, max(BATCH_BYTES // features.position_bytes, 1)):
         yield Batch(which, *features.batch(which))
 
 
 def summary(head: str, own: list[Result], first: list[Result]) -> dict[str, Any]:
-    """The row of a head, from its results and those of the first head with every seed."""
+    """Return the row of a head, from its results and the results of the first head with every seed."""
     right, others = (np.array([result.right for result in some]) for some in (own, first))  # [seeds, n]
     accuracy, gain = right.mean(1), right.mean(0) - others.mean(0)  # [seeds], [n]
     return {
@@ -120,7 +120,7 @@ def summary(head: str, own: list[Result], first: list[Result]) -> dict[str, Any]
 
 
 def paired_test(gain: np.ndarray, seed: int = 0) -> float:
-    """How likely a mean as far from 0 is if the sign of each gain [n] were a coin's: two-sided, by flips."""
+    """Return the p-value of the mean gain [n] in a two-sided test with random signs."""
     gain = gain[gain != 0]
     if not len(gain):
         return 1.0
@@ -132,7 +132,7 @@ def paired_test(gain: np.ndarray, seed: int = 0) -> float:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print what ``compare`` found as a table, the best of each column in bold."""
+    """Print the result of ``compare`` as a table, with the best value of each column in bold."""
     from rich.console import Console
     from rich.table import Table
 

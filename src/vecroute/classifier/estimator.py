@@ -51,43 +51,42 @@ WINDOW_IMAGES = 256
 class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClassifierMixin, BaseEstimator):
     """Classify texts or images by routing all hidden states of a frozen Transformer to class scores.
 
-    Where the encoder is a vision Transformer, everything said of texts holds for images: paths, PIL images or
-    arrays, see ``vecroute.io.images``.
+    With a vision Transformer as encoder, everything below applies to images instead of texts. An image is a
+    path, a PIL image or an array; see ``vecroute.io.images``.
 
     Args:
         encoder: "minilm" for texts, "vit-cifar10" for images, a name on the Hugging Face hub, a folder, a
             loaded model, a ``TextEncoder`` or a ``VisionEncoder``.
-        revision: of the encoder on the hub.
+        revision: revision of the encoder on the hub.
         depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
         head: "routing", "wide" or "paper", or a baseline without credit; see ``vecroute.heads``.
-        head_options: for the head, see ``vecroute.RoutingHead``.
+        head_options: options of the head, see ``vecroute.RoutingHead``.
         max_epochs, batch_size, lr, mixup, label_smoothing, patience, mixed_precision, shard_inputs: see
             ``vecroute.training.Recipe``.
-        weight_decay: see there; None for 0.5, or 2 where there are fewer than 1000 texts.
-        drop_inputs, drop_features: see there; None for 0.8 and 0.3 where the head chooses among the hidden
-            states, and for 0 where it takes means or one position ("mean_last", "mean_all", "scalar_mix",
-            "cls") and has nothing to choose.
-        validation_fraction: of the texts, on which training is validated; 0 for none. None for a tenth where
-            there are 1000 texts or more; fewer are all needed to learn from.
+        weight_decay: see ``Recipe``. None means 0.5, or 2 if there are fewer than 1000 texts.
+        drop_inputs, drop_features: see ``Recipe``. None means 0.8 and 0.3 if the head weights each hidden
+            state, and 0 if it takes means or one position ("mean_last", "mean_all", "scalar_mix", "cls").
+        validation_fraction: share of the texts for validation, 0 for no validation. None means a tenth if
+            there are 1000 texts or more, else 0.
         class_weight: None, "balanced", or a dict by label.
-        multi_label: whether a text may have any number of labels: y is then a collection of labels for each
-            text, or a table of zeros and ones, and ``predict`` gives such a table.
-        keep_examples: whether to store three of the texts with the classifier, as ``examples_``.
-        cache: where to keep hidden states: True for the user's cache folder, a folder, or False for nowhere.
-        cache_bytes: limit for that folder.
+        multi_label: True if a text may have any number of labels. Then y is a collection of labels for each
+            text, or a table of zeros and ones, and ``predict`` returns such a table.
+        keep_examples: True to store three of the texts with the classifier, as ``examples_``.
+        cache: where to store hidden states: True for the user's cache folder, a folder, or False for nowhere.
+        cache_bytes: size limit of that folder.
         checkpoint: a file from which ``fit`` resumes where it stopped; None for none. It stays until
             ``save_pretrained`` has written the classifier.
-        device: None for the GPU if there is one.
-        random_state: the seed of everything random, an int.
-        verbose: whether to show progress, None for on terminals only.
+        device: the device, None for the GPU if there is one.
+        random_state: an int, the seed of all random numbers.
+        verbose: True to show progress, None to show it on terminals only.
 
     Attributes:
         classes_: the labels, in the order of the columns of ``predict_proba``.
         head_: the trained head.
         encoder_: the ``TextEncoder`` or ``VisionEncoder``.
         history_: loss and validation of each epoch.
-        validation_accuracy_: of the weights that were kept, None without validation.
-        examples_: up to three texts that it learned from, none unless keep_examples=True.
+        validation_accuracy_: validation accuracy of the final weights, None without validation.
+        examples_: up to three training texts, none unless keep_examples=True.
     """
 
     def __init__(
@@ -170,14 +169,13 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         """Learn from texts and their labels.
 
         Args:
-            X: texts: a list, a pandas Series, a numpy array; or a ``datasets.Dataset`` with a column of texts
-                and one of labels; or a ``datasets.DatasetDict``, whose splits "train" and "validation" are
-                learned from and validated on.
-            y: a label for each; None where X has labels.
-            validation: texts and labels, or a dataset, to validate on instead of a part of X.
+            X: texts as a list, pandas Series or numpy array; a ``datasets.Dataset`` with a column of texts
+                and one of labels; or a ``datasets.DatasetDict`` with splits "train" and "validation".
+            y: a label for each text, or None if X contains labels.
+            validation: texts and labels, or a dataset, for validation instead of a part of X.
 
         Raises:
-            ValueError, TypeError: texts or labels that are missing, empty, of one class only, ...
+            ValueError, TypeError: texts or labels are missing, empty, of one class only, ...
         """
         X, y, validation = samples_and_labels(X, y, validation, self._of_images())
         texts, task_labels, train_on, validate_on = self._samples(X, y, validation)
@@ -206,9 +204,9 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         return self
 
     def predict(self, X: Any) -> Any:
-        """The label of each text; a table of zeros and ones [n, n_cls] where multi_label=True.
+        """Return the label of each text, or a table of zeros and ones [n, n_cls] if multi_label=True.
 
-        X may be a dataset, as in ``fit``; the labels of a ``DatasetDict`` come by its splits.
+        X may be a dataset, as in ``fit``. For a ``DatasetDict``, return a dict of labels by split.
         """
         if is_splits(X):
             return {split: self.predict(part) for split, part in X.items()}
@@ -218,27 +216,27 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         return self.classes_[scores.argmax(-1).numpy()]
 
     def predict_proba(self, X: Any) -> Any:
-        """The probability of each class for each text, [n, n_cls], in the order of ``classes_``."""
+        """Return the probability of each class for each text, [n, n_cls], in the order of ``classes_``."""
         if is_splits(X):
             return {split: self.predict_proba(part) for split, part in X.items()}
         scores = self._scores(X)  # [n, n_cls]
         return (scores.sigmoid() if self.multi_label else scores.softmax(-1)).numpy()
 
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
-        """The share of texts whose label is predicted; y may be None where X is a dataset with labels."""
+        """Return the accuracy. y may be None if X is a dataset with labels."""
         return super().score(X, labels_of(X) if y is None and is_dataset(X) else y, sample_weight)
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """The score of each class for each text, [n, n_cls]; with two classes their difference, [n]."""
+        """Return the score of each class for each text [n, n_cls], or with two classes the difference [n]."""
         scores = self._scores(X).numpy()  # [n, n_cls]
         two = len(self.classes_) == 2 and not self.multi_label
         return scores[:, 1] - scores[:, 0] if two else scores
 
     def transform(self, X: Any) -> np.ndarray:
-        """A vector for each text, [n, k], float32: the hidden vectors of the routing head side by side.
+        """Return a float32 vector for each text, [n, k]: the concatenated hidden vectors of the head.
 
-        With n_hid hidden vectors of size d_hid, k = n_hid d_hid; for a pooling head it is the pooled vector.
-        So a classifier can stand in a pipeline of scikit-learn before anything else.
+        With n_hid hidden vectors of size d_hid, k = n_hid d_hid. For a pooling head it is the pooled vector.
+        So a classifier can be a step of a scikit-learn pipeline.
         """
         check_is_fitted(self)
         head = partial(vectors, self.head_)
@@ -260,24 +258,24 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         samples: int = 0,
         by_depth: bool = False,
     ) -> Any:
-        """What each word of a text, or each patch of an image, adds to the score of each class.
+        """Return the contribution of each word of a text, or patch of an image, to the score of each class.
 
         Args:
             X: one text or several.
-            classes: the labels to explain, None for all; of images for the ten with the highest scores.
-            of: "words" for what each word that the encoder read adds, through the frozen encoder; "states"
-                for what each hidden state, of each token at each depth, adds at the head, with the credit phi
-                where the head routes. A hidden state has read the other words too.
-            samples: 0 for the text as it is; an even number for means over so many random sub-texts, which is
-                slower and more faithful. What their sum misses is ``not_explained``.
+            classes: the labels to explain, None for all (for images, the ten with the highest scores).
+            of: "words" explains the words that the encoder read, through the frozen encoder. "states"
+                explains the hidden states of each token and depth, which the head read, with the credit phi
+                if the head routes. A hidden state also depends on the other words.
+            samples: 0 explains the text itself. An even number explains means over so many random sub-texts,
+                which is slower and more faithful. Their sum differs from the score by ``not_explained``.
             by_depth: True to split the value of each word by the depth of the hidden states it goes through.
 
         Returns:
             An ``Explanation``, or a list of them for several texts.
 
         Raises:
-            ValueError: the encoder or the head has an operation that no rule holds fixed, samples of states
-                or images, or a wrong argument.
+            ValueError: the encoder or the head has an operation that cannot be held fixed, samples are given
+                for states or images, or an argument is wrong.
         """
         from vecroute.classifier.explaining import explain
 
@@ -287,24 +285,24 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
     def save_pretrained(
         self, folder: str | Path, *, overwrite: bool = False, about: dict | None = None
     ) -> None:
-        """Write the classifier to a folder, whole or not at all; ``from_pretrained`` reads it.
+        """Write the classifier to a folder, which ``from_pretrained`` reads. A failed call changes nothing.
 
         Args:
-            folder: gets ``config.json``, ``model.safetensors`` and a model card, ``README.md``. The encoder
-                is referred to by its name or folder, not stored. An encoder that lies inside the folder stays
-                there and is referred to by its relative path, so that both can be moved together.
-            overwrite: replace the classifier that is in the folder.
-            about: more to remember, of JSON types.
+            folder: receives ``config.json``, ``model.safetensors`` and a model card, ``README.md``. The
+                encoder is not stored, only its name or folder. If the encoder is inside the folder, it stays
+                there and its relative path is stored, so that you can move both together.
+            overwrite: True to replace the classifier in the folder.
+            about: further information to store, of JSON types.
 
         Raises:
-            ValueError: the folder exists; or, with ``overwrite``, it is not the folder of a classifier, but a
-                file, a link or a folder with other files.
+            ValueError: the folder exists; or, with ``overwrite``, it is a file, a link or a folder with other
+                files, not the folder of a classifier.
         """
         from vecroute.classifier.saving import save_classifier
 
         check_is_fitted(self)
         save_classifier(self, Path(folder), overwrite, about or {})
-        if self.checkpoint is not None:  # what was trained is safe now
+        if self.checkpoint is not None:  # the classifier is saved, so the checkpoint is not needed
             remove_finished(Path(self.checkpoint))
 
     @classmethod
@@ -317,17 +315,17 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         device: str | None = None,
         verbose: bool | None = None,
     ) -> "RoutingClassifier":
-        """Read what ``save_pretrained`` or ``push_to_hub`` wrote.
+        """Load a classifier that ``save_pretrained`` or ``push_to_hub`` wrote.
 
         Args:
             folder: the folder, or the name of the classifier on the Hugging Face hub, such as "owner/name".
             revision: a branch, tag or commit on the hub.
-            encoder: where the encoder is now, None for where it was.
+            encoder: the present place of the encoder, None if it has not moved.
             device, verbose: as in the constructor.
 
         Raises:
-            ValueError: a file that is missing or damaged, weights that are NaN or infinite, an encoder that
-                is not there, or not the one of the training.
+            ValueError: a file is missing or damaged, weights are NaN or infinite, the encoder is missing, or
+                it is not the encoder of the training.
         """
         from vecroute.classifier.hub import find
         from vecroute.classifier.saving import load_classifier
@@ -343,14 +341,14 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         message: str = "Upload a classifier",
         about: dict | None = None,
     ) -> str:
-        """Upload the classifier and its model card to the Hugging Face hub, as you are logged in there.
+        """Upload the classifier and its model card to the Hugging Face hub, with your login.
 
         Args:
-            name: "owner/name"; it is made if it is not there.
-            private: whether others may not see it, None for what is usual there.
-            revision: the branch to upload to, None for the main one.
-            message: of the commit.
-            about: more to remember, as in ``save_pretrained``.
+            name: "owner/name". The repository is created if it does not exist.
+            private: True to hide it from others, None for the default of the hub.
+            revision: the branch to upload to, None for the main branch.
+            message: message of the commit.
+            about: further information to store, as in ``save_pretrained``.
 
         Returns:
             The address of the commit.
@@ -362,7 +360,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         return push(self, name, private=private, revision=revision, message=message, about=about)
 
     def _samples(self, X: Any, y: Any, validation: tuple[Any, Any] | None):
-        """Checked texts and labels, and which samples to train and to validate on."""
+        """Check texts and labels, and return them with the samples for training and for validation."""
         check_samples: Any = check_images if self._of_images() else check_texts
         texts = check_samples(X)
         check = check_label_sets if self.multi_label else check_labels
@@ -383,7 +381,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         return sys.stderr.isatty() if self.verbose is None else self.verbose
 
     def _features(self, texts: list[Any], accelerator: Accelerator) -> Features:
-        """The hidden states of texts, each process having computed its share of what the cache lacked."""
+        """Return the hidden states of texts. Each process computes a share of those not in the cache."""
         encoder = self._load_encoder(accelerator.device)
         features = Features(encoder, texts, self._open_cache(encoder))
         show = self._show and accelerator.is_main_process
@@ -395,7 +393,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         return features
 
     def _recipe(self, n: int) -> Recipe:
-        """How to train on n samples."""
+        """Return the recipe for n samples."""
         given = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name != "seed"}
         for name in ("drop_inputs", "drop_features"):
             if given[name] is None:
@@ -428,7 +426,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             return None
 
     def _ready(self) -> tuple[Any, Any]:
-        """The encoder, loaded again if need be, and the head."""
+        """Return the encoder, loaded again if necessary, and the head."""
         check_is_fitted(self)
         if not hasattr(self, "encoder_"):
             self.encoder_ = self._load_encoder(next(self.head_.parameters()).device)
@@ -440,15 +438,15 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         return self.encoder_, self.head_
 
     def _scores(self, X: Any) -> Tensor:
-        """The scores [n, n_cls] of texts in double precision, on the CPU."""
+        """Return the scores [n, n_cls] of texts in double precision, on the CPU."""
         return torch.cat([self._scores_of(*some) for some in self._windows(X)])  # [n, n_cls]
 
     def _scores_of(self, batches: Iterable[Batch], n: int) -> Tensor:
-        """The scores [n, n_cls] of n texts whose hidden states come in batches."""
+        """Return the scores [n, n_cls] of n texts, given batches of their hidden states."""
         return self._through(self.head_, batches, n).double()
 
     def _windows(self, X: Any) -> Iterator[tuple[Iterable[Batch], int]]:
-        """Batches of hidden states of some texts after the other, and how many, so that tokens fit memory."""
+        """Yield batches of hidden states, and their number of texts, for as many texts as fit memory."""
         encoder, _ = self._ready()
         images = isinstance(encoder, VisionEncoder)
         samples: Any = (check_images if images else check_texts)(samples_of(X, images))
@@ -458,7 +456,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
 
     @torch.inference_mode()
     def _through(self, head: Callable[..., Tensor], batches: Iterable[Batch], n: int) -> Tensor:
-        """What a part of the head makes of the hidden states of n texts, [n, k], on the CPU."""
+        """Return the output [n, k] of a part of the head for n texts, on the CPU."""
         device = next(self.head_.parameters()).device
         rows: Any = None
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Both demos: fit a classifier, or load it from an earlier run, and compare it with baselines."""
+"""What both demos do: fit a classifier, or load that of an earlier run, and compare it with baselines."""
 
 import json
 import time
@@ -67,9 +67,9 @@ def fitted(
 def baselines(
     classifier: RoutingClassifier, train: Samples, test: Samples, strengths: Sequence[float]
 ) -> dict[str, float]:
-    """Return the accuracy of logistic regression on means over tokens or patches, same encoder, same split.
+    """Accuracy of logistic regression on means over tokens or patches, same encoder, same split.
 
-    The strength C is the one that is best on a tenth of the training samples.
+    Of several strengths C that is used which is best on a tenth of the training samples.
     """
     encoder = classifier.encoder_
     cache, n_special = classifier._open_cache(encoder), getattr(encoder, "n_special", 0)  # [CLS] is no patch

@@ -69,8 +69,7 @@ Learned from {results["n_train"]} sentences of film reviews with a frozen MiniLM
 |---|---|
 {rows}
 
-The contributions of words to the score of the predicted class minus the score of the other class, for a few
-held-out sentences:
+What the words of a few held-out sentences added to the score of the predicted class less that of the other:
 
 {chr(10).join(examples)}
 

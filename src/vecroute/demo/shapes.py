@@ -131,9 +131,9 @@ def read(folder: Path) -> Samples:
 
 
 def pointing(classifier: RoutingClassifier, test: Samples) -> dict[str, Any]:
-    """Return the share of the contributions to the predicted shape that lies on the shape, and its area.
+    """How much of what speaks for the predicted shape lies on the shape, and how much of the image it covers.
 
-    Only patches with positive contributions count, on the first test images, equally many of each shape.
+    Of patches that speak for it, on the first images of the test, as many of each shape.
     """
     order = sorted(range(len(test.items)), key=lambda k: Path(test.items[k].name).name)[:N_POINTED]
     on_shape, covered = [], []
@@ -151,6 +151,6 @@ def pointing(classifier: RoutingClassifier, test: Samples) -> dict[str, Any]:
 
 def told(pointing: dict[str, Any]) -> str:
     return (
-        f"\n{pointing['on_shape']:.0%} of the contributions to the predicted shape are on patches that it "
-        f"touches, {pointing['covered']:.0%} of all patches (mean of {pointing['n']} held-out images)."
+        f"\nOf what patches add for the predicted shape, {pointing['on_shape']:.0%} is on those that it "
+        f"touches, {pointing['covered']:.0%} of all (mean of {pointing['n']} held-out images)."
     )

@@ -29,11 +29,11 @@ from vecroute.training.sampling import compact, drop_features, drop_inputs, mix,
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 0.1  # of all steps, with a learning rate that rises from 0; then it falls to 0 along a cosine
-AVERAGED_STEPS = 100  # the weights that are validated and kept are a running mean over about so many steps
+WARM_UP = 0.1  # share of the steps in which the learning rate rises from 0; then it falls to 0 along a cosine
+AVERAGED_STEPS = 100  # validation and the final weights use a running mean over about so many steps
 CLIP_NORM = 1.0
-FEWEST_TO_JUDGE_BY = 100  # validation samples; fewer are measured, but nothing is decided by them
-BATCH_BYTES = 128 * 1024**2  # of padded hidden states that go through the head at once
+FEWEST_TO_JUDGE_BY = 100  # with fewer validation samples, the accuracy decides nothing
+BATCH_BYTES = 128 * 1024**2  # size of the padded hidden states that go through the head at once
 CHECKPOINT_SECONDS = 5.0
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW
 
@@ -55,18 +55,18 @@ def train(
     accelerator: Accelerator | None = None,
     show: bool = False,
 ) -> Trained:
-    """Train a head in place; it ends with the running mean of its weights at the last good validation.
+    """Train a head in place. Its final weights are the running mean at the last good validation.
 
     Args:
         head: hidden states [b, n_pos, depth, d_emb] and mask [b, n_pos, depth] -> scores [b, n_cls].
-        task: what is to be learned.
-        recipe: how.
-        checkpoint: a file to go on from if it is there, and to write now and then and at the end. A run that
-            goes on from it ends with the weights of an undisturbed run. A damaged one is set aside, under the
-            name ``<checkpoint>.damaged``, and training starts again.
-        checkpoint_seconds: time between two checkpoints, None for 5.
-        accelerator: None to make one.
-        show: a progress bar.
+        task: what to learn.
+        recipe: how to train.
+        checkpoint: a file from which the run resumes if it exists, and to which it writes regularly. A
+            resumed run ends with the same weights as an undisturbed run. A damaged file is renamed to
+            ``<checkpoint>.damaged``, and training starts again.
+        checkpoint_seconds: seconds between two checkpoints, None for 5.
+        accelerator: the processes to use, None to detect them.
+        show: the progress bar.
 
     Raises:
         ValueError: the checkpoint belongs to another run.
@@ -77,7 +77,7 @@ def train(
 
 
 class Trainer:
-    """The state of a training run; ``train`` is its only use."""
+    """The state of a training run. Only ``train`` uses it."""
 
     def __init__(self, head, task, recipe, accelerator, checkpoint, checkpoint_seconds):
         self.task, self.recipe, self.accelerator = task, recipe, accelerator
@@ -96,7 +96,7 @@ class Trainer:
             self.parameters.values(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
         )
         self.prepared = accelerator.prepare(self.optimizer)
-        # To a routing it is all the same where its inputs come from: a step gives it those alone that stay.
+        # The order of inputs does not matter to a routing, so a step passes only the inputs that stay.
         self.routes = isinstance(self.head, RoutingHead)
         model = self.head.network if self.routes else self.head
         self.model = accelerator.prepare(model) if self.mesh is None else model
@@ -132,18 +132,18 @@ class Trainer:
         return Trained(progress.history, progress.kept)
 
     def batches(self) -> list[list[int]]:
-        """The samples of each step of this epoch on this process."""
+        """Return the samples of each step of this epoch on this process."""
         generator = seeded(self.recipe.seed, "order", self.progress.epoch)
         lengths = [self.task.features.lengths[k] for k in self.task.train]
         every = [
             [self.task.train[k] for k in batch]
             for batch in shuffled_batches(lengths, self.recipe.batch_size, generator)
         ]
-        # Every process takes as many steps: the first batches come again where some are missing.
+        # Every process takes the same number of steps. If batches are missing, the first ones come again.
         return [every[(step * self.world + self.rank) % len(every)] for step in range(self.steps)]
 
     def train_step(self, which: list[int]) -> float:
-        """One step of the optimizer on some samples; as many at a time as memory is meant for."""
+        """Take one step of the optimizer. The samples are split so that they fit BATCH_BYTES."""
         recipe, progress = self.recipe, self.progress
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.lr * self.rate()
@@ -171,7 +171,7 @@ class Trainer:
         return total
 
     def inputs(self, which: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What the model takes of some samples in a step, and their targets [b, n_cls].
+        """Return the inputs of the model for some samples in a step, and their targets [b, n_cls].
 
         A routing head takes only the inputs that stay, [b, i, d_emb] and [b, i]. Other heads take all hidden
         states, [b, n_pos, depth, d_emb], and a mask of those that stay, [b, n_pos, depth].
@@ -186,7 +186,7 @@ class Trainer:
         return drop_features(x.float(), recipe.drop_features, generator), used, targets
 
     def rate(self) -> float:
-        """The learning rate of this step as a share of the greatest."""
+        """Return the learning rate of this step as a share of the greatest."""
         done, total = self.progress.epoch * self.steps + self.progress.step, self.epochs * self.steps
         return min(1.0, (done + 1) / (WARM_UP * total)) * (1 + math.cos(math.pi * done / total)) / 2
 
@@ -198,7 +198,7 @@ class Trainer:
             error = math.sqrt(max(progress.best * (1 - progress.best), 0.0) / len(self.task.valid))
             row |= {"valid_loss": loss, "valid_accuracy": accuracy}
         progress.history.append(row)
-        # Differences within the standard error say nothing, and later weights have learned more.
+        # Differences within the standard error are not significant, so later weights are preferred.
         if accuracy >= progress.best - error or len(self.task.valid) < FEWEST_TO_JUDGE_BY:
             progress.kept = progress.epoch
             self.kept = {name: p.clone() for name, p in self.average.items()}
@@ -210,7 +210,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> tuple[float, float]:
-        """Accuracy and loss of the averaged weights, each process on its share of the samples."""
+        """Return accuracy and loss of the averaged weights. Each process evaluates a share of the samples."""
         sums = torch.zeros(3, device=self.accelerator.device)  # right, loss, samples
         own = self.task.valid[self.rank :: self.world]
         own = sorted(own, key=self.task.features.lengths.__getitem__)
@@ -238,14 +238,14 @@ class Trainer:
         return [[which[k] for k in group] for group in length_batches(lengths, limit)]
 
     def load_batch(self, which: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states [b, n_pos, depth, d_emb] of own positions; mask [b, n_pos]; targets [b, n_cls]."""
+        """Return hidden states [b, n_pos, depth, d_emb] of own positions, mask [b, n_pos], targets."""
         device = self.accelerator.device
         hidden, mask = self.task.features.batch(which, device if self.mesh is None else torch.device("cpu"))
         hidden = self.own_positions(hidden).to(device)  # [b, n_pos, depth, d_emb]
         return hidden, mask.to(device), self.task.targets[which].to(device)
 
     def own_positions(self, t: Tensor) -> Tensor:
-        """Of [b, n_pos, ...] the positions of this process: all, unless inputs are sharded."""
+        """Return the positions [b, n_pos, ...] of this process: all, unless inputs are sharded."""
         return t if self.mesh is None else t[:, own_rows(t.shape[1], self.mesh)]
 
     def autocast(self) -> Any:
@@ -256,7 +256,7 @@ class Trainer:
         return torch.autocast(kind, torch.bfloat16, enabled=enabled)
 
     def shown(self) -> dict[str, str]:
-        """What stands beside the progress bar."""
+        """Return the text beside the progress bar."""
         progress = self.progress
         shown = {
             "epoch": f"{progress.epoch + 1}/{self.epochs}",
@@ -267,7 +267,7 @@ class Trainer:
         return shown
 
     def key(self) -> str:
-        """Tells one run from another: two with the same key do the same, step by step."""
+        """Return a key of the run. Two runs with the same key do the same, step by step."""
         task = self.task
         weight = None if task.class_weight is None else task.class_weight.tolist()
         about = [asdict(self.recipe), self.epochs, self.world, str(self.head)]
@@ -281,7 +281,7 @@ class Trainer:
             return
         try:
             save_checkpoint(self.checkpoint, self.key(), self.progress, self.state())
-        except OSError as error:  # a full disk is no reason to stop, and told once
+        except OSError as error:  # training continues on a full disk, with one warning
             if self.writable:
                 logger.warning(
                     "checkpoint %s cannot be written (%s): going on without", self.checkpoint, error
@@ -290,7 +290,7 @@ class Trainer:
         self.saved_at = time.monotonic()
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors of a checkpoint."""
+        """Return all tensors of a checkpoint."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.head.named_parameters():
             tensors |= {f"head.{name}": parameter, f"average.{name}": self.average[name]}
@@ -300,7 +300,7 @@ class Trainer:
         return tensors
 
     def load(self) -> None:
-        """Go on from the checkpoint, if there is one that is whole.
+        """Resume from the checkpoint, if there is a complete one.
 
         Raises:
             ValueError: it belongs to another run.
@@ -323,7 +323,7 @@ class Trainer:
                     "delete it, or choose another place"
                 )
         damaged = torch.tensor(float(damage is not None), device=self.accelerator.device)
-        if self.accelerator.reduce(damaged):  # all processes go on from it, or none
+        if self.accelerator.reduce(damaged):  # all processes resume from it, or none
             if self.accelerator.is_main_process:
                 set_aside(path, damage)
             return
@@ -343,12 +343,12 @@ class Trainer:
 
 
 def new_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """What AdamW knows of a parameter before its first step."""
+    """Return the state of AdamW for a parameter before its first step."""
     zeros = torch.zeros_like(parameter)
     return {"step": torch.zeros((), device=parameter.device), "exp_avg": zeros, "exp_avg_sq": zeros}
 
 
 def make_accelerator(device: str | torch.device | None = None) -> Accelerator:
-    """The processes there are, as ``torchrun`` or ``accelerate launch`` started them, else this one."""
+    """Return the processes that ``torchrun`` or ``accelerate launch`` started, else this one."""
     kwargs = DistributedDataParallelKwargs(find_unused_parameters=True)
     return Accelerator(cpu=pick_device(device).type == "cpu", kwargs_handlers=[kwargs])

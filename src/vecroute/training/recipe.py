@@ -1,4 +1,4 @@
-"""What a training run is about: the recipe, how, and the task, what."""
+"""The recipe of a training run, which says how to train, and its task, which says what to learn."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from vecroute.ops.checks import check_size
 STEPS, FEWEST_EPOCHS, MOST_EPOCHS = 1000, 3, 20
 FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS, MOST_EPOCHS_OF_FEW = 150, 50, 100
 
-# Fewer samples are all needed to learn from, and seen so often that they want more weight decay.
+# With fewer samples, all are used for training. They are seen so often that more weight decay helps.
 FEW, WEIGHT_DECAY_OF_FEW = 1000, 2.0
 
 
@@ -25,20 +25,20 @@ class Recipe:
     """How a head is trained.
 
     Args:
-        max_epochs: None for as many as make about 1000 steps, from 3 to 20, or up to 100 for 150 steps, or
-            for 50 steps for each class.
+        max_epochs: None for about 1000 steps in 3 to 20 epochs, or up to 100 epochs for at least 150 steps,
+            or 50 steps per class.
         batch_size: samples per step and process.
-        lr, weight_decay: of AdamW.
-        drop_inputs: share of the input vectors that each step leaves out, never all of a sample.
-        drop_features: share of the features that are zero in all hidden states of a sample in a step.
-        mixup: parameter of the beta distribution by which pairs of samples are mixed, 0 for none.
+        lr, weight_decay: options of AdamW.
+        drop_inputs: share of the input vectors that each step drops, but never all vectors of a sample.
+        drop_features: share of the features that each step sets to zero in all hidden states of a sample.
+        mixup: parameter of the beta distribution by which pairs of samples are mixed, 0 for no mixup.
         label_smoothing: share of each target that is spread over all classes.
-        patience: training stops after so many epochs in a row whose validation accuracy was worse than the
-            best by more than its standard error, where 100 samples or more are validated on.
+        patience: training stops after so many consecutive epochs whose validation accuracy was worse than the
+            best by more than its standard error, if there are 100 validation samples or more.
         mixed_precision: "auto" (bfloat16 on GPUs), "bf16" or "no".
-        shard_inputs: whether the processes share the positions of each sample instead of the samples, for
-            samples too long for one device.
-        seed: of everything random.
+        shard_inputs: True to divide the positions of each sample among the processes, instead of the samples.
+            Use it for samples too long for one device.
+        seed: seed of all random numbers.
     """
 
     max_epochs: int | None = None
@@ -69,7 +69,7 @@ class Recipe:
 
 
 class Source(Protocol):
-    """Where hidden states come from: ``encoders.cache.Features``."""
+    """The source of hidden states: ``encoders.cache.Features``."""
 
     lengths: list[int]
     position_bytes: int  # of the hidden states at one position
@@ -78,18 +78,18 @@ class Source(Protocol):
 
 
 class Task(NamedTuple):
-    """What is to be learned."""
+    """The samples and targets to learn."""
 
     features: Source
     targets: Tensor  # [n, n_cls], 1 at the classes of a sample
     train: list[int]  # samples to learn from
-    valid: list[int]  # samples to validate on, maybe none
+    valid: list[int]  # samples for validation, may be empty
     class_weight: Tensor | None = None  # [n_cls]
     multi_label: bool = False
     key: str = ""  # changes with the hidden states
 
     def loss(self, scores: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Mean over the samples; scores and targets are [b, n_cls]."""
+        """Return the mean loss over the samples, for scores and targets [b, n_cls]."""
         weight = None if self.class_weight is None else self.class_weight.to(scores.device)
         if self.multi_label:
             targets = targets * (1 - smoothing) + smoothing / 2  # [b, n_cls]
@@ -97,14 +97,14 @@ class Task(NamedTuple):
         return nnf.cross_entropy(scores, targets, weight, label_smoothing=smoothing)
 
     def right(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """[b] 1 where a sample is classified right: all of its labels if there may be several."""
+        """Return 1 for each sample [b] that is classified correctly, with all of its labels."""
         if self.multi_label:
             return ((scores > 0) == (targets > 0.5)).all(-1).float()
         return (scores.argmax(-1) == targets.argmax(-1)).float()
 
 
 def epochs_for(steps: int, n_cls: int) -> int:
-    """How many epochs of so many steps to train for."""
+    """Return the number of epochs to train, given the steps of an epoch."""
     usual = min(max(round(STEPS / steps), FEWEST_EPOCHS), MOST_EPOCHS)
     fewest = min(max(FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS * n_cls), STEPS)
     return max(usual, min(math.ceil(fewest / steps), MOST_EPOCHS_OF_FEW))

@@ -1,4 +1,4 @@
-"""What is random in training: the order of samples, what of them is left out, the mixing of samples."""
+"""Random choices in training: the order of samples, dropped inputs and features, and mixed samples."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ POOL = 50  # batches whose samples are sorted by length together
 
 
 def seeded(*about: Any) -> torch.Generator:
-    """Random numbers that depend on what they are for, and on nothing that happened before."""
+    """Return a generator that depends only on its purpose, not on earlier random numbers."""
     digest = hashlib.sha256(repr(about).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") // 2)
 
 
 def shuffled_batches(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> list[list[int]]:
-    """All samples in random batches of similar length."""
+    """Return all samples in random batches of similar length."""
     order = torch.randperm(len(lengths), generator=generator).tolist()
     batches = []
     for start in range(0, len(order), POOL * batch_size):
@@ -43,8 +43,8 @@ def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generat
     used = mask[..., None].expand(*mask.shape, depth)  # [b, n_pos, depth]
     if not share:
         return used
-    # A number for each sample, not a coin for each input, and the same number for samples of about the same
-    # length, which are batched together: without the inputs that are left out, none is padded or masked.
+    # Each sample drops a fixed number of inputs, not each input at random, and samples of similar length,
+    # which are batched together, drop equally many. So the remaining inputs need no padding and no mask.
     n_kept = ((1 - share) * used.sum((1, 2))).round().clamp(min=1)  # [b]
     mean = n_kept.mean().round()
     alike = ((n_kept - mean).abs() <= mean / 10).all()
@@ -56,7 +56,7 @@ def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generat
 
 
 def compact(x_inp: Tensor, input_mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Leave out unused inputs, as far as the sample with most used ones allows: same result, less work.
+    """Remove unused inputs, up to the length of the longest sample. The result is the same, with less work.
 
     Args:
         x_inp: [b, i, d], input_mask: [b, i].
@@ -92,7 +92,7 @@ def drop_features(hidden: Tensor, share: float, generator: torch.Generator) -> T
 def mix(
     hidden: Tensor, keep: Tensor, targets: Tensor, alpha: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mix each sample with another one of the batch; where only one of the two has an input, it stays whole.
+    """Mix each sample with another sample of the batch. An input that only one of them has is not scaled.
 
     Args:
         hidden: [b, n_pos, depth, d_emb], keep: [b, n_pos, depth], targets: [b, n_cls].
