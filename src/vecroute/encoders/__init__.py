@@ -1,4 +1,4 @@
-"""Frozen Transformers that give the hidden states of every position at every depth."""
+"""Frozen Transformers that return the hidden states of every position at every depth."""
 
 from vecroute.encoders.text import Batch, TextEncoder, Tokenized, Tokens
 from vecroute.encoders.vision import Patches, VisionEncoder

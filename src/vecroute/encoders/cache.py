@@ -1,4 +1,4 @@
-"""Hidden states on disk: computed once per text, memory-mapped, checked, safe to share and to kill."""
+"""A cache of hidden states on disk, which several processes may share and which survives being killed."""
 
 import functools
 import itertools
@@ -25,10 +25,10 @@ from vecroute.encoders.text import TextEncoder
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-SEGMENT_BYTES = 64 * 1024**2  # what is lost at most if the process is killed
-WINDOW_BYTES = 128 * 1024**2  # of hidden states computed at a time, if there are several texts
-KEEP_FREE = GIB  # of the disk, for everybody else
-ABANDONED_AFTER = 3600  # seconds; a temporary file that old belongs to a process that died
+SEGMENT_BYTES = 64 * 1024**2  # size of a segment, the most that is lost if the process is killed
+WINDOW_BYTES = 128 * 1024**2  # hidden states computed at a time, if there are several texts
+KEEP_FREE = GIB  # free space to leave on the disk
+ABANDONED_AFTER = 3600  # seconds after which a temporary file must belong to a dead process
 
 
 def default_folder() -> Path:
@@ -38,20 +38,20 @@ def default_folder() -> Path:
 
 
 class FeatureCache:
-    """The hidden states of one encoder by text, in files that are written once and never changed.
+    """The hidden states of one encoder for many texts, in files that are written once and never changed.
 
     A segment is a safetensors file with the hidden states of some texts. Its header names the encoder, and
     gives the dtype, the shape and a checksum for each text. It is written under a temporary name and then
-    renamed, so it is there as a whole or not at all, and two processes may add segments at the same time. A
-    segment that is damaged or of another encoder is deleted, and its texts are computed again.
+    renamed, so there are no partial segments, and two processes may add segments at the same time. A segment
+    that is damaged or belongs to another encoder is deleted, and its texts are computed again.
 
     Args:
-        folder: where the segments of all encoders are, each in a folder of its own.
-        key: ``TextEncoder.key``, which tells one encoder's hidden states from another's.
-        max_bytes: limit for the whole folder. Segments that were not used for longest make room.
+        folder: the folder of the cache. Each encoder has a subfolder for its segments.
+        key: ``TextEncoder.key``, which identifies the hidden states of the encoder.
+        max_bytes: limit for the whole folder. Least recently used segments are deleted first.
 
     Raises:
-        OSError: the folder cannot be made or read.
+        OSError: the folder cannot be created or read.
     """
 
     def __init__(self, folder: str | os.PathLike, key: str, max_bytes: int = 20 * GIB):
@@ -74,7 +74,7 @@ class FeatureCache:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look for segments that came since, from this or another process."""
+        """Look for new segments of this or another process."""
         for path in sorted(self.own.glob("*.safetensors")):
             if path in self._files or path in self._refused:
                 continue
@@ -91,14 +91,14 @@ class FeatureCache:
             self._entries |= entries
 
     def n_pos(self, text: str) -> int | None:
-        """How many positions the text has, None if it is not here."""
+        """Return the number of positions of a text, None if it is not in the cache."""
         key = text_key(text)
         if key in self._waiting:
             return len(self._waiting[key])
         return self._entries[key].shape[0] if key in self._where else None
 
     def get(self, text: str) -> Tensor | None:
-        """The hidden states [n_pos, depth, d_emb] of a text, memory-mapped; None if not here or damaged."""
+        """Return the memory-mapped hidden states [n_pos, depth, d_emb] of a text, None if there are none."""
         key = text_key(text)
         if key in self._waiting:
             return self._waiting[key]
@@ -114,7 +114,7 @@ class FeatureCache:
         return hidden
 
     def put(self, text: str, hidden: Tensor) -> None:
-        """Keep the hidden states [n_pos, depth, d_emb] of a text; they are on the disk after ``flush``."""
+        """Add the hidden states [n_pos, depth, d_emb] of a text. ``flush`` writes them to the disk."""
         if self._full:
             return
         stored = halved(hidden).cpu().contiguous()  # [n_pos, depth, d_emb]
@@ -124,7 +124,7 @@ class FeatureCache:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits as one segment. A full disk is no error: what does not fit is not kept."""
+        """Write the added hidden states as one segment. Those that do not fit the disk are dropped."""
         if not self._waiting:
             return
         path = self.own / f"{uuid.uuid4().hex}.safetensors"
@@ -144,14 +144,14 @@ class FeatureCache:
         self.refresh()
 
     def make_room(self, needed: int, using: Sequence[str]) -> int:
-        """Delete segments that were not used for longest until so many bytes fit, if they can.
+        """Delete the least recently used segments until the needed bytes fit, if possible.
 
         Args:
-            needed: bytes.
+            needed: number of bytes.
             using: texts whose segments must stay.
 
         Returns:
-            How many bytes may be written now.
+            The number of bytes that may be written now.
         """
         mine = {self._where[key] for key in map(text_key, using) if key in self._where}
         for path in mine:
@@ -184,15 +184,15 @@ class FeatureCache:
 
 
 class Features:
-    """The hidden states of texts: from the cache where they are there, else computed when asked for.
+    """The hidden states of texts, from the cache or computed on demand.
 
-    They are the same numbers either way, on the CPU to the last bit: computed ones are rounded as the cache
-    rounds them, and go through the encoder in batches whose shape depends on the length of the text alone.
+    The numbers are the same either way, on the CPU to the last bit. Computed hidden states are rounded as in
+    the cache, and the shape of an encoder's batch depends only on the length of the texts.
 
     Args:
-        encoder: what computes them.
-        texts: as many as you like; only those asked for are in memory.
-        cache: None to compute them each time.
+        encoder: the encoder.
+        texts: any number of texts. Only the hidden states in use are in memory.
+        cache: the cache, None to compute hidden states each time.
     """
 
     def __init__(self, encoder: TextEncoder, texts: Sequence[str], cache: FeatureCache | None = None):
@@ -204,7 +204,7 @@ class Features:
         return len(self.texts)
 
     def _lengths(self) -> list[int]:
-        """How many positions each text has; those that the cache does not know are tokenized for it."""
+        """Return the number of positions of each text. Texts that are not in the cache are tokenized."""
         known = [None if self.cache is None else self.cache.n_pos(text) for text in self.texts]
         unknown = iter([text for text, n_pos in zip(self.texts, known, strict=True) if n_pos is None])
         counted: list[int] = []
@@ -215,18 +215,18 @@ class Features:
 
     @property
     def nbytes(self) -> int:
-        """What the hidden states of all texts take in the cache."""
+        """Return the size of the hidden states of all texts in the cache."""
         return sum(self.lengths) * self.encoder.depth * self.encoder.d_emb * 2
 
     def prepare(self, share: tuple[int, int] = (0, 1), step: Callable[[int], None] | None = None) -> int:
-        """Compute what the cache does not have yet, as far as there is room for it.
+        """Compute the hidden states that are not in the cache, as far as there is room for them.
 
         Args:
-            share: (rank, number of processes) for each process to compute its part.
-            step: called with the number of texts that are there, of all processes, each time some come.
+            share: (rank, number of processes), if each process computes its part.
+            step: called with the number of finished texts of all processes, after each group of texts.
 
         Returns:
-            For how many texts there is no room.
+            The number of texts for which there is no room.
         """
         if self.cache is None:
             return len(self)
@@ -257,7 +257,7 @@ class Features:
         return len(missing) - fitting
 
     def batch(self, which: Sequence[int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """Hidden states [b, n_pos, depth, d_emb] of some texts, maybe in half precision; mask [b, n_pos]."""
+        """Return hidden states [b, n_pos, depth, d_emb] of some texts, as stored, and a mask [b, n_pos]."""
         device = device or self.encoder.device
         found: dict[int, Tensor] = {}
         for k in which:
@@ -267,7 +267,7 @@ class Features:
         missing = [k for k in dict.fromkeys(which) if k not in found]
         for k, hidden in self._encode([self.texts[k] for k in missing]):
             found[missing[k]] = hidden  # [n_pos, depth, d_emb]
-        # As they are stored: half precision is half the work, and much of it may be left out.
+        # Copy them as stored. Half precision is half of the work, and training may drop many of them.
         dtype = functools.reduce(torch.promote_types, {hidden.dtype for hidden in found.values()})
         where = self.encoder.device if missing else torch.device("cpu")
         padded = pad_sequence([found[k].to(where, dtype) for k in which], batch_first=True)
@@ -279,14 +279,14 @@ class Features:
         return self.lengths[k], self.encoder.depth, self.encoder.d_emb
 
     def _encode(self, texts: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
-        """The hidden states [n_pos, depth, d_emb] of each text, rounded as they are stored, in any order."""
+        """Yield the hidden states [n_pos, depth, d_emb] of each text, rounded as stored, in any order."""
         tokenized = self.encoder.tokenize(texts)
         filled = self.encoder.filled if self.encoder.device.type == "cpu" else None
-        # A text of several chunks comes alone, as one of more positions than a batch is filled with.
+        # A text with several chunks, or with more positions than a full batch, is a batch of its own.
         long = [len(getattr(one, "chunks", "1")) > 1 for one in tokenized]
         lengths = [sys.maxsize if long[k] else one.n_pos for k, one in enumerate(tokenized)]
         for which in same_shapes(lengths, filled):
-            # A batch is filled up with texts that it has already, which are left out again.
+            # A batch is filled with repeated texts, whose results are dropped.
             rows = list(dict.fromkeys(which))
             for batch in self.encoder.batches([tokenized[k] for k in which]):
                 for row, k in enumerate(batch.which):
@@ -295,14 +295,14 @@ class Features:
 
 
 def same_shapes(lengths: Sequence[int], filled: int | None) -> Iterator[list[int]]:
-    """Group rows of one length; if they are to be filled, each group of a length has as many rows.
+    """Group rows of equal length. If filled, all groups of a length have the same number of rows.
 
-    Matrix products of other shapes may add up in another order. On a CPU, batches of one shape give each text
-    the same bits, whatever texts are beside it.
+    Matrix products of different shapes may sum in a different order. On a CPU, batches of one shape give each
+    text the same bits, whatever the other texts of the batch are.
 
     Args:
-        lengths: of each row.
-        filled: repeat rows until a group has about so many positions; repeated rows come last. None not to.
+        lengths: the length of each row.
+        filled: repeat rows until a group has about so many positions, repeated rows last. None not to repeat.
     """
     by_length: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
@@ -315,7 +315,7 @@ def same_shapes(lengths: Sequence[int], filled: int | None) -> Iterator[list[int
 
 
 def windows(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Group neighbours so that the sizes in a group add up to the limit at most; a larger one comes alone."""
+    """Group neighbours so that the sizes of a group sum to at most the limit. A larger one is alone."""
     group: list[int] = []
     total = 0
     for k, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Frozen text Transformers: texts in, the hidden states of every token at every depth out."""
+"""Frozen text Transformers: they map texts to the hidden states of every token at every depth."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,21 +10,21 @@ from vecroute.encoders.finding import find, first_line
 from vecroute.encoders.identity import identify, states_key, tokenizer_sha256
 from vecroute.encoders.loading import commit, default_dtype, load_model, load_tokenizer, pick_device
 
-UNLIMITED = 1_000_000  # tokenizers without a limit of their own give a huge number
+UNLIMITED = 1_000_000  # a tokenizer without a limit reports a huge number
 
 
 class Tokens(NamedTuple):
-    """Where each routed position of a text comes from."""
+    """The characters, chunk and token id of each routed position of a text."""
 
     start: list[int]  # first character in the text; 0 for special tokens
     end: list[int]  # one past the last character; 0 for special tokens
-    special: list[bool]  # put there by the tokenizer, not by the text
-    chunk: list[int]  # which chunk of the text it was encoded in
-    ids: list[int]  # in the vocabulary
+    special: list[bool]  # True if the tokenizer added the token
+    chunk: list[int]  # the chunk of the text in which it was encoded
+    ids: list[int]  # ids in the vocabulary
 
 
 class Tokenized(NamedTuple):
-    """A text ready for the encoder: for every chunk and every position in it, special tokens included."""
+    """A text ready for the encoder: values for every position of every chunk, including special tokens."""
 
     text: str
     chunks: list[list[int]]  # token ids
@@ -34,11 +34,11 @@ class Tokenized(NamedTuple):
 
     @property
     def n_pos(self) -> int:
-        """How many positions are routed."""
+        """The number of routed positions."""
         return sum(map(sum, self.keep))
 
     def tokens(self) -> Tokens:
-        """Where each routed position comes from, in order."""
+        """The origin of each routed position, in order."""
         rows = [
             (*((0, 0) if special else strip_span(self.text, *span)), bool(special), chunk, token)
             for chunk, columns in enumerate(
@@ -53,31 +53,31 @@ class Tokenized(NamedTuple):
 class Batch(NamedTuple):
     """Hidden states of some texts, padded to the longest of them."""
 
-    which: list[int]  # which texts these are
+    which: list[int]  # indices of the texts
     hidden: Tensor  # [b, n_pos, depth, d_emb]
     mask: Tensor  # [b, n_pos], False at padding and at positions left out
 
 
 class TextEncoder:
-    """A frozen Hugging Face encoder that gives all its hidden states.
+    """A frozen Hugging Face encoder that returns all its hidden states.
 
-    Texts longer than the encoder's limit are split into chunks, and the hidden states of the chunks are
-    joined at every depth. With a stride, a token seen by several chunks is kept once, from the chunk where it
-    has more context.
+    Texts longer than the limit of the encoder are split into chunks, and the hidden states of the chunks are
+    concatenated at every depth. With a stride, chunks overlap. A token in several chunks is used once, from
+    the chunk in which it has more context.
 
     Args:
         model: "minilm", a name on the Hugging Face hub, a folder, or a loaded model (frozen in place).
-        tokenizer: a loaded tokenizer, None for the one that comes with the model.
-        depths: which hidden states to give, 0 for the embeddings, negative from the end; None for all.
-        max_length: positions per chunk, special tokens included; None for as many as the encoder takes.
-        stride: how many tokens neighbouring chunks share.
-        special_tokens: whether the special tokens of each chunk are routed too, as in the paper.
+        tokenizer: a loaded tokenizer, None for the tokenizer of the model.
+        depths: the hidden states to return: 0 for the embeddings, negative from the end, None for all.
+        max_length: positions per chunk, including special tokens. None for as many as the encoder takes.
+        stride: number of tokens that neighbouring chunks share.
+        special_tokens: True to route the special tokens of each chunk too, as in the paper.
         revision: branch, tag or commit on the hub.
-        device: None for the GPU if there is one (for a loaded model: where it is).
+        device: None for the GPU if there is one, or for the device of a loaded model.
         dtype: None for bfloat16 on GPUs (float16 on those without it) and float32 on the CPU.
 
     Raises:
-        ValueError, TypeError: an encoder that is not there or incomplete, an argument out of range.
+        ValueError, TypeError: the encoder is missing or incomplete, or an argument is out of range.
     """
 
     model: Any
@@ -152,12 +152,12 @@ class TextEncoder:
 
     @property
     def key(self) -> str:
-        """Changes with anything that changes hidden states: the encoder, options, precision, versions."""
+        """A key that changes with everything that changes hidden states: encoder, options, dtype, versions."""
         options = [self.depths, self.max_length, self.stride, self.special_tokens]
         return states_key(self.identity, *options, self.dtype, self.device.type)
 
     def tokenize(self, texts: Sequence[str]) -> list[Tokenized]:
-        """Split every text into chunks of token ids, and say where each routed position comes from."""
+        """Split every text into chunks of token ids, with the origin of each routed position."""
         if not texts:
             return []
         encoded = self.tokenizer(
@@ -187,11 +187,11 @@ class TextEncoder:
         return Tokenized(text, chunks, keep, special, spans)
 
     def batches(self, texts: Sequence[Tokenized], batch_positions: int | None = None) -> Iterator[Batch]:
-        """Encode texts in batches of similar length, long ones one by one; every text comes exactly once.
+        """Encode texts in batches of similar length, long texts one by one. Every text comes exactly once.
 
         Args:
-            texts: what ``tokenize`` gave.
-            batch_positions: at most so many positions, padding included, go through the encoder at once.
+            texts: the result of ``tokenize``.
+            batch_positions: greatest number of positions per batch, including padding.
         """
         limit = batch_positions or (65_536 if self.device.type == "cuda" else 4_096)
         short = [k for k, text in enumerate(texts) if len(text.chunks) == 1]
@@ -207,7 +207,7 @@ class TextEncoder:
                 yield Batch([k], hidden, torch.ones(hidden.shape[:2], dtype=torch.bool, device=self.device))
 
     def encode(self, texts: Sequence[str]) -> list[Tensor]:
-        """The hidden states [n_pos, depth, d_emb] of each text, without padding."""
+        """Return the hidden states [n_pos, depth, d_emb] of each text, without padding."""
         tokenized = self.tokenize(texts)
         found: list[Tensor] = [torch.empty(0)] * len(tokenized)
         for batch in self.batches(tokenized):
@@ -216,7 +216,7 @@ class TextEncoder:
         return found
 
     def _join(self, text: Tokenized, limit: int) -> Tensor:
-        """The hidden states of all chunks of a long text, joined at every depth, [n_pos, depth, d_emb]."""
+        """Return the hidden states of all chunks of a long text, concatenated, [n_pos, depth, d_emb]."""
         joined = torch.empty(text.n_pos, self.depth, self.d_emb, dtype=self.dtype, device=self.device)
         filled = 0
         for rows in length_batches([len(chunk) for chunk in text.chunks], limit, in_order=True):
@@ -227,7 +227,7 @@ class TextEncoder:
         return joined
 
     def _run(self, chunks: list[list[int]], keep: list[list[bool]]) -> tuple[Tensor, Tensor]:
-        """Encode some chunks: hidden states [b, n, depth, d_emb], and which positions are routed [b, n]."""
+        """Encode some chunks. Return hidden states [b, n, depth, d_emb] and the mask to route [b, n]."""
         longest = max(map(len, chunks))
         pad = self.tokenizer.pad_token_id or 0
         ids = torch.tensor([chunk + [pad] * (longest - len(chunk)) for chunk in chunks])  # [b, n]
@@ -239,16 +239,16 @@ class TextEncoder:
 
     @torch.inference_mode()
     def _states(self, ids: Tensor, attended: Tensor | None = None) -> Sequence[Tensor]:
-        """The hidden states [b, n, d_emb] of every depth, from token ids [b, n]."""
+        """Return the hidden states [b, n, d_emb] of every depth, from token ids [b, n]."""
         ids = ids.to(self.device)
         attended = torch.ones_like(ids) if attended is None else attended.to(self.device, torch.long)
         return self.model(input_ids=ids, attention_mask=attended, output_hidden_states=True).hidden_states
 
 
 def position_limit(model: nn.Module, tokenizer: Any) -> int:
-    """How many positions the encoder takes: rows of its position table, its configuration, its tokenizer."""
+    """Return the position limit of an encoder, from its position table, configuration and tokenizer."""
     limits = [
-        # RoBERTa and its kin count positions from one past the padding index.
+        # RoBERTa and similar models count positions from one past the padding index.
         module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in model.named_modules()
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
@@ -259,7 +259,7 @@ def position_limit(model: nn.Module, tokenizer: Any) -> int:
 
 
 def check_depths(depths: Sequence[int] | None, total: int) -> list[int]:
-    """The chosen hidden states counted from 0, in the order given."""
+    """Return the chosen hidden states counted from 0, in the given order."""
     if depths is None:
         return list(range(total))
     if not depths or not all(isinstance(d, int) and -total <= d < total for d in depths):
@@ -268,7 +268,7 @@ def check_depths(depths: Sequence[int] | None, total: int) -> list[int]:
 
 
 def strip_span(text: str, start: int, end: int) -> tuple[int, int]:
-    """A token's characters without the spaces that some tokenizers count to it."""
+    """Return the characters of a token without the spaces that some tokenizers include."""
     stripped = text[start:end].strip()
     if not stripped:
         return start, end
@@ -277,12 +277,12 @@ def strip_span(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def drop_overlaps(keep: list[list[bool]], special: list[list[int]], step: int) -> None:
-    """Keep each token of overlapping chunks once: where the nearer end of its chunk is farther away.
+    """Use each token of overlapping chunks once, in the chunk whose nearer end is farther away.
 
     Args:
-        keep: changed in place, one row per chunk.
-        special: 1 at special tokens, which every chunk has of its own.
-        step: how many tokens the next chunk starts after the last.
+        keep: one row per chunk, changed in place.
+        special: 1 at special tokens. Every chunk has its own.
+        step: number of tokens between the starts of two chunks.
     """
     best: dict[int, tuple[float, int, int]] = {}  # token of the text -> context, chunk, position there
     for chunk, row in enumerate(special):
@@ -300,10 +300,10 @@ def drop_overlaps(keep: list[list[bool]], special: list[list[int]], step: int) -
 
 
 def length_batches(lengths: Sequence[int], limit: int, *, in_order: bool = False) -> Iterator[list[int]]:
-    """Group rows so that the number in a group times its longest stays within the limit, with little padding.
+    """Group rows so that the padded size of each group stays within the limit, with little padding.
 
     Args:
-        lengths: of each row.
+        lengths: the length of each row.
         limit: positions per group, including padding. A longer row is a group of its own. At most a 64th of
             the positions may be padding, because more padding costs more than another pass.
         in_order: keep the rows in order instead of sorting them by length.

@@ -1,4 +1,4 @@
-"""Frozen vision Transformers: images in, the hidden states of every patch at every depth out."""
+"""Frozen vision Transformers: they map images to the hidden states of every patch at every depth."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,46 +17,45 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class Patches(NamedTuple):
-    """Where each routed position of an image comes from, in pixels of the image as it was given."""
+    """The origin of each routed position of an image, in pixels of the original image."""
 
     boxes: list[Box]  # inside the image; zeros for special tokens
-    special: list[bool]  # put there by the encoder, not by the image
+    special: list[bool]  # True if the encoder added the position
     names: list[str]  # such as "row 2, column 5"
     grid: tuple[int, int]  # rows and columns of patches
 
 
 class Seen(NamedTuple):
-    """An image ready for the encoder, which reads it no earlier than it needs it."""
+    """An image ready for the encoder, which reads the file only when it needs it."""
 
     picture: Picture
-    n_pos: int  # how many positions are routed
+    n_pos: int  # number of routed positions
 
 
 class VisionEncoder:
-    """A frozen Hugging Face vision Transformer that gives all its hidden states.
+    """A frozen Hugging Face vision Transformer that returns all its hidden states.
 
-    Images are resized, cropped and scaled as the encoder's own image processor does it. Special tokens, such
-    as [CLS], are the positions whose embeddings do not depend on the image; all others are patches, row by
-    row.
+    The image processor of the encoder resizes, crops and scales images. Special tokens, such as [CLS], are
+    the positions whose embeddings do not depend on the image. All other positions are patches, row by row.
 
     Args:
         model: "vit-cifar10", a name on the Hugging Face hub, a folder, or a loaded model (frozen in place).
             Only the image part of a model of texts and images is used.
-        processor: a loaded image processor, None for the one that comes with the model.
-        depths: which hidden states to give, 0 for the embeddings, negative from the end; None for all.
-        special_tokens: whether the special tokens are routed too, as in the paper.
+        processor: a loaded image processor, None for the processor of the model.
+        depths: the hidden states to return: 0 for the embeddings, negative from the end, None for all.
+        special_tokens: True to route the special tokens too, as in the paper.
         revision: branch, tag or commit on the hub.
-        device: None for the GPU if there is one (for a loaded model: where it is).
+        device: None for the GPU if there is one, or for the device of a loaded model.
         dtype: None for bfloat16 on GPUs (float16 on those without it) and float32 on the CPU.
 
     Raises:
-        ValueError: an encoder that is not there or incomplete, whose positions are no patches, or whose image
-            processor gives images of different sizes.
+        ValueError: the encoder is missing or incomplete, its positions are not patches, or its image
+            processor produces images of different sizes.
     """
 
     model: Any
     filled = 1024  # positions that each batch has where it matters which; all images have one length
-    max_length, stride = None, 0  # for encoders of texts: an image is always seen as a whole
+    max_length, stride = None, 0  # only encoders of texts have these options; an image is one chunk
 
     def __init__(
         self,
@@ -106,19 +105,19 @@ class VisionEncoder:
 
     @property
     def key(self) -> str:
-        """Changes with anything that changes hidden states: the encoder, options, precision, versions."""
+        """A key that changes with everything that changes hidden states: encoder, options, dtype, versions."""
         return states_key(self.identity, self.depths, self.special_tokens, self.dtype, self.device.type)
 
     def tokenize(self, images: Sequence[Any]) -> list[Seen]:
-        """Images ready for ``batches``: paths, PIL images, arrays, tensors or pictures."""
+        """Prepare images for ``batches``: paths, PIL images, arrays, tensors or pictures."""
         return [Seen(picture, self.n_pos) for picture in check_images(images)] if len(images) else []
 
     def batches(self, images: Sequence[Seen], batch_positions: int | None = None) -> Iterator[Batch]:
-        """Encode images in batches; every image comes exactly once.
+        """Encode images in batches. Every image comes exactly once.
 
         Args:
-            images: what ``tokenize`` gave.
-            batch_positions: at most so many positions go through the encoder at once.
+            images: the result of ``tokenize``.
+            batch_positions: greatest number of positions per batch.
         """
         limit = batch_positions or (65_536 if self.device.type == "cuda" else 4_096)
         size = max(1, limit // self.n_pos)
@@ -128,15 +127,15 @@ class VisionEncoder:
             yield Batch(which, hidden, torch.ones(hidden.shape[:2], dtype=torch.bool, device=self.device))
 
     def encode(self, images: Sequence[Any]) -> list[Tensor]:
-        """The hidden states [n_pos, depth, d_emb] of each image."""
+        """Return the hidden states [n_pos, depth, d_emb] of each image."""
         return [hidden for batch in self.batches(self.tokenize(images)) for hidden in batch.hidden]
 
     def patches(self, size: tuple[int, int], name: str = "image") -> Patches:
-        """Where each routed position comes from in an image of some width and height.
+        """Return the origin of each routed position in an image of the given size.
 
         Args:
-            size: width and height of the image, upright.
-            name: what messages call it.
+            size: width and height of the upright image.
+            name: name of the image in messages.
         """
         rows, columns = self.grid
         special = [True] * (self.n_special * self.special_tokens)
@@ -156,7 +155,7 @@ class VisionEncoder:
         )
 
     def pixels(self, pictures: Sequence[Picture]) -> Tensor:
-        """What the model takes, [b, channels, height, width], as the image processor makes it."""
+        """Return the input of the model from the image processor, [b, channels, height, width]."""
         images = []
         for picture in pictures:
             images.append(picture.open())
@@ -168,18 +167,18 @@ class VisionEncoder:
         return (["[CLS]"] + [second] * self.n_special)[: self.n_special]
 
     def _to_original(self, size: tuple[int, int], resized: tuple[int, int], box: Box) -> Box:
-        """A box in pixels of the model's input as a box in pixels of the image, cut at its edges."""
+        """Convert a box from pixels of the model's input to pixels of the image, clipped at its edges."""
         found = []
         for k, place in enumerate(box):
             axis = k % 2  # 0 along the width, 1 along the height
-            # The middle is cut out, or the image put in the middle where it is smaller.
+            # The processor crops the middle, or centres the image if it is smaller.
             shift = (resized[axis] - self.image_size[1 - axis]) // 2
             scaled = (place + shift) * size[axis] / resized[axis]
             found.append(min(max(scaled, 0.0), float(size[axis])))
         return found[0], found[1], found[2], found[3]
 
     def _resized(self, size: tuple[int, int], name: str) -> tuple[int, int]:
-        """Width and height after the image processor has resized an image, before it crops."""
+        """Return width and height of an image after the processor resizes it, before it crops."""
         config = self.processor.to_dict()
         if not config.get("do_resize"):
             return size
@@ -198,10 +197,10 @@ class VisionEncoder:
         return width, height
 
     def _check_processor(self) -> tuple[int, int]:
-        """The height and width of what the image processor makes of any image.
+        """Return the height and width of the images that the processor produces.
 
         Raises:
-            ValueError: it depends on the image, or it does more than to resize and to cut out the middle.
+            ValueError: the size depends on the image, or the processor does more than resize and crop.
         """
         config = self.processor.to_dict()
         expected = "must resize and cut out the middle, so that all images have one size"
@@ -222,10 +221,10 @@ class VisionEncoder:
         return first[0], first[1]
 
     def _check_patches(self) -> tuple[tuple[int, int], int, Sequence[Tensor]]:
-        """Rows and columns of patches, how many special tokens there are, and hidden states of some image.
+        """Return the grid of patches, the number of special tokens, and hidden states of an example.
 
         Raises:
-            ValueError: positions that are not special tokens followed by patches, row by row.
+            ValueError: the positions are not special tokens followed by patches, row by row.
         """
         height, width = self.image_size
         size = getattr(self.model.config, "patch_size", None)
@@ -258,13 +257,13 @@ class VisionEncoder:
         return grid, n_special, states
 
     def _run(self, pixels: Tensor) -> Tensor:
-        """The hidden states [b, n_pos, depth, d_emb] of images [b, channels, height, width]."""
+        """Return the hidden states [b, n_pos, depth, d_emb] of images [b, channels, height, width]."""
         states = self._states(pixels)
         first = 0 if self.special_tokens else self.n_special
         return torch.stack([states[depth][:, first:] for depth in self.depths], 2)
 
     @torch.inference_mode()
     def _states(self, pixels: Tensor) -> Sequence[Tensor]:
-        """The hidden states [b, n, d_emb] of every depth, from images [b, channels, height, width]."""
+        """Return the hidden states [b, n, d_emb] of every depth, from images [b, channels, height, width]."""
         pixels = pixels.to(self.device, self.model.dtype)
         return self.model(pixel_values=pixels, output_hidden_states=True).hidden_states
