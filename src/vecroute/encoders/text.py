@@ -152,7 +152,7 @@ class TextEncoder:
 
     @property
     def key(self) -> str:
-        """A key that changes with everything that changes hidden states: encoder, options, dtype, versions."""
+        """A key that changes with all that changes hidden states: encoder, options, dtype, versions."""
         options = [self.depths, self.max_length, self.stride, self.special_tokens]
         return states_key(self.identity, *options, self.dtype, self.device.type)
 
