@@ -223,10 +223,11 @@ def test_missing_weights_are_refused(vit, tmp_path):
         VisionEncoder(folder)
 
 
-def test_images_too_long_to_be_resized_are_refused_before(folders):
+def test_images_too_long_to_be_resized_are_refused_before(folders, monkeypatch):
+    monkeypatch.setattr("vecroute.encoders.vision.MAX_PIXELS", 10_000_000)
     encoder = VisionEncoder(folders["dinov2"])
-    long = Image.new("RGB", (300_000, 1))
-    with pytest.raises(ValueError, match=r"image 0 of X has 300000 x 1 pixels, which .* to 6000000 x 20"):
+    long = Image.new("RGB", (30_000, 1))
+    with pytest.raises(ValueError, match=r"image 0 of X has 30000 x 1 pixels, which .* to 600000 x 20"):
         encoder.encode([long])
 
 
