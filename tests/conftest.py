@@ -57,19 +57,33 @@ def tf32():
 
 
 @pytest.fixture
-def no_compiler(monkeypatch):
-    """Make every compilation of CUDA C++ fail."""
-    from vecroute.ops.paths.long import by_rows, clusters
+def limits(monkeypatch):
+    """Set thresholds of plans for one test, as in ``limits(TILE=32)``; no plan outlives the change."""
+    from vecroute.ops.plan import limits, make_plan
 
-    def fail(*args, **kwargs):
+    def change(**values) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(limits, name, value)
+        make_plan.cache_clear()
+
+    yield change
+    make_plan.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Nothing is there that compiles CUDA C++; the first plan for a Hopper GPU warns."""
+    from vecroute.ops.plan import make_plan
+    from vecroute.ops.plan.case import device_of
+
+    def fail():
         raise OSError("no compiler")
 
-    cached = clusters.kernel, clusters.has_kernels, by_rows.kernel, by_rows.has_kernel
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", fail)
-    for function in cached:
+    monkeypatch.setattr("torch.cuda._utils._get_gpu_rtc_library", fail)
+    for function in (device_of, make_plan):
         function.cache_clear()
     yield
-    for function in cached:
+    for function in (device_of, make_plan):
         function.cache_clear()
 
 

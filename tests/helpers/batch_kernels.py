@@ -15,8 +15,9 @@ from triton.compiler import ASTSource
 
 from vecroute.ops.launch import Launch
 from vecroute.ops.paths.batch.steps import Steps
-from vecroute.ops.plan import Case, Tuning, make_plan
+from vecroute.ops.plan import Case, Device, Tuning, make_plan
 
+H200 = Device("cuda", (9, 0), 227 * 1024, 132, True)
 POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
     torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64",
@@ -38,7 +39,7 @@ def call(shape: tuple[int, ...], n_out: int, d_out: int, *, masked: bool = False
         shape, dtype, dtype, dtype, n_out, d_out, input_mask=masked,
         use_strides=(shape[-2] * n_out, n_out, 1) if masked else None, prior=1 / n_out,
         implementation="fused",
-        tuning=Tuning(), group=False, device=torch.device("cuda", 0), **given | changes,
+        tuning=Tuning(), group=False, device=H200, **given | changes,
     )  # fmt: skip
 
 

@@ -1,22 +1,21 @@
 """What a chunk takes: memory of a GPU, and work of the host that drives it."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vecroute as vr
+from tests.helpers.problems import problem_of
 from tests.helpers.samples import with_noise
 from tests.helpers.tolerance import assert_layer_as_good
 from vecroute.ops import Tuning, loop, passes
-from vecroute.ops import problem as problems
-from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.backends.chunked import steps as chunked_steps
 from vecroute.ops.backends.fused import matrix as fused_matrix
 from vecroute.ops.backends.fused import pairs as fused
 from vecroute.ops.chunks import Chunk, Room, alike
+from vecroute.ops.plan import make_plan
 from vecroute.ops.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("tf32")  # else products are kernels of their own
@@ -66,8 +65,7 @@ def make(n_inp: int, n_out: int, d: int, dtype: torch.dtype = torch.float32, dev
     layer = vr.VectorRouting(n_inp=None, n_out=n_out, d_inp=d, d_out=d, dtype=dtype, device="cpu")
     layer = with_noise(layer).to(device).requires_grad_(False)
     x_inp = torch.empty(n_inp, d, dtype=dtype, device=device)
-    options = {"implementation": "fused", "tuning": Tuning(rows, keep_bytes=0)}
-    return problem(*operator_arguments(x_inp, layer.weights(), None, None, 1 / n_out, **options))
+    return problem_of(layer, x_inp, tuning=Tuning(rows, keep_bytes=0))
 
 
 @pytest.mark.parametrize(
@@ -76,8 +74,8 @@ def make(n_inp: int, n_out: int, d: int, dtype: torch.dtype = torch.float32, dev
 def test_a_forward_needs_two_percent(n_inp, dtype, n_chunks, launches, rooms):
     """On top of x_inp: a chunk, and f(a_inp). Some 10 MB are left for what libraries take."""
     p = make(n_inp, 100, 1024, dtype, "meta")
-    _, saved = loop.forward(p, 2)
-    f_a_inp = loop.saved_memory(p, 2).tensor(saved, "f_a_inp")  # [1, i]
+    _, saved = loop.forward(p)
+    f_a_inp = p.plan.saved.tensor(saved, "f_a_inp")  # [1, i]
     of_a_pass = [sum(t.nbytes for t in room.values()) for room in rooms]
     if dtype != torch.float32:
         of_a_pass = [n + rooms[1]["phi"].nbytes // 2 for n in of_a_pass]  # rounded, to be multiplied
@@ -110,9 +108,9 @@ def calls(rows: int) -> tuple[int, int]:
     """Of a forward and of a backward over 640 inputs in chunks of so many rows."""
     p = make(640, 4, 64, rows=rows)
     with Calls() as forward:
-        x_out, saved = loop.forward(p, 2)
+        x_out, saved = loop.forward(p)
     with Calls() as backward:
-        loop.backward(p, x_out, 2, saved, need_grad_x=True)
+        loop.backward(p, x_out, saved, need_grad_x=True)
     return forward.n, backward.n
 
 
@@ -128,11 +126,10 @@ def test_what_the_host_does_for_a_chunk(launches):
 def test_parts_of_samples_use_the_same_memory(launches, rooms):
     """The gradients of what has an i, a part for each sample of a chunk: as large as all the rest."""
     layer = with_noise(vr.VectorRouting(n_inp=6, n_out=3, d_inp=8, d_out=2)).requires_grad_(False)
-    options = {"implementation": "fused", "tuning": Tuning(12)}
-    p = problem(*operator_arguments(torch.randn(8, 6, 8), layer.weights(), None, None, 1 / 3, **options))
-    x_out, saved = loop.forward(p, 2)
+    p = problem_of(layer, torch.randn(8, 6, 8), tuning=Tuning(12))
+    x_out, saved = loop.forward(p)
     rooms.clear()
-    loop.backward(p, x_out, 2, saved, need_grad_x=True)
+    loop.backward(p, x_out, saved, need_grad_x=True)
     assert launches["coefficients_backward_kernel"] == 2 * 4
     assert [room["parts"].numel() for room in rooms] == [4 * 12 * 3, 2 * 12 * 3]
 
@@ -150,10 +147,10 @@ PARTS = [  # samples, those of each part, [j, d] of how many samples a part may 
 @pytest.mark.parametrize("masked", [None, "inputs", "pairs"])
 @pytest.mark.parametrize(("n_samples", "sizes", "most", "n_inp", "d_inp"), PARTS, ids=str)
 def test_a_batch_goes_backward_in_parts(
-    n_samples, sizes, most, n_inp, d_inp, masked, monkeypatch, nan_filled_memory
+    n_samples, sizes, most, n_inp, d_inp, masked, monkeypatch, limits, nan_filled_memory
 ):
     """Of a variable length on a CPU: as many parts as it takes, about as large as each other."""
-    monkeypatch.setattr(problems, "PART_BYTES", most * 3 * d_inp * 4)
+    limits(PART_BYTES=most * 3 * d_inp * 4)
     seen, backward_of_part = [], loop.backward_of_part
     monkeypatch.setattr(
         loop, "backward_of_part", lambda p, *args: (seen.append(len(p.x_inp)), backward_of_part(p, *args))
@@ -168,14 +165,12 @@ def test_a_batch_goes_backward_in_parts(
     assert seen == sizes
 
 
-def test_others_go_backward_whole(monkeypatch):
+def test_others_go_backward_whole(limits):
     """Samples of a fixed length share gradients, a GPU wants all at once, packed ones are one."""
-    monkeypatch.setattr(problems, "PART_BYTES", 1)
-    sizes = {"n_out": 3, "d_inp": 8, "d_out": 2}
-    fixed, variable = (vr.VectorRouting(n_inp=n_inp, **sizes).weights() for n_inp in (6, None))
-    options = {"tuning": Tuning(), "implementation": "chunked"}
-    p = problem(*operator_arguments(torch.randn(5, 6, 8), variable, None, None, 1 / 3, **options))
-    packed = {"x_inp": torch.randn(1, 30, 8), "cu_seqlens": torch.arange(0, 31, 6)}
-    for changes in ({"w": fixed}, {"implementation": "fused"}, {"group": "g"}, packed):
-        assert list(replace(p, **changes).parts()) == [slice(None)]
-    assert len(list(p.parts())) == 5
+    limits(PART_BYTES=1)
+    layer = vr.VectorRouting(n_inp=None, n_out=3, d_inp=8, d_out=2)
+    case = problem_of(layer, torch.randn(5, 6, 8), "chunked").plan.case
+    packed = {"shape": (30, 8), "packed": (5, torch.int32)}
+    for changes in ({"variable": False}, {"implementation": "fused"}, {"group": True}, packed):
+        assert list(make_plan(case._replace(**changes)).parts()) == [slice(None)]
+    assert len(list(make_plan(case).parts())) == 5

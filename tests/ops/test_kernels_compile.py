@@ -100,8 +100,7 @@ vectors = {"v": "*bf16", "grad_v": "*bf16"}
 compile(fused_norm.normalize_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
 compile(fused_norm.normalize_backward_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
 compile(arrange.features_kernel, 4, {"M": "*fp32", "out": "*bf16"}, BLOCK=1024)
-matrices = {"M": "*fp32", "shared": "*fp32", "out": "*fp16"}
-compile(arrange.columns_kernel, 4, matrices, WIDE=1, WEIGHTED=True)
+compile(arrange.columns_kernel, 4, {"M": "*fp32", "scales": "*fp32", "out": "*fp16"})
 steps = {"BLOCK_B": 8, "BLOCK_N": 128, "T": tl.float32}
 of_one = {"ONE": True, "ROUNDS": True, "BLOCK_R": 8, "BLOCK_D": 128}
 compile(fused_steps.outputs_backward_kernel, 4, rounded, **of_one, **steps)
@@ -167,7 +166,7 @@ def test_the_kernel_of_clusters_compiles(c, n_out, first):
 
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 128), (1, 4)])
 def test_the_kernel_of_the_input_gradient_compiles(waiting, n_out):
-    log = log_of_compilation(by_rows.source(by_rows.of_one(waiting, n_out)))
+    log = log_of_compilation(by_rows.source(waiting, n_out))
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log
 
 

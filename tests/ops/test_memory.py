@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import vecroute as vr
-from vecroute.ops import problem
 
 N_INP, N_OUT, D_INP, D_OUT = 1024, 6, 8, 3  # arrays of N_INP numbers fill whole blocks of 256 bytes
 
@@ -64,9 +63,9 @@ def test_the_reference_stores_pairs(fixed):
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # there is one cycle
 @pytest.mark.parametrize(("n_parts", "most"), [(1, 13), (4, 9)])
-def test_few_matrices_of_each_sample_live_at_once(n_parts, most, monkeypatch):
+def test_few_matrices_of_each_sample_live_at_once(n_parts, most, limits):
     """Of many small samples, what is [b, j, d] takes the most memory; in parts, what is kept alone."""
-    monkeypatch.setattr(problem, "PART_BYTES", 2**20 // n_parts)
+    limits(PART_BYTES=2**20 // n_parts)
     layer = vr.VectorRouting(n_inp=None, n_out=64, d_inp=64, d_out=64, implementation="chunked")
     layer.tuning = layer.tuning._replace(rows=8)  # two samples at a time
     x_inp = torch.randn(64, 4, 64, requires_grad=True)  # [b, i, d]

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import vecroute as vr
+from tests.helpers.problems import problem_of
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_layer_as_good, outcome, twin
 from vecroute.ops import Tuning
-from vecroute.ops.autograd import operator_arguments, problem, sqrt_lengths
+from vecroute.ops.autograd import operator_arguments, sqrt_lengths
 from vecroute.ops.chunks import chunks
 
 SIZES = [  # n_inp, n_out, d_inp, d_out
@@ -376,22 +377,16 @@ def test_gradients_of_extreme_scores(implementation, shift, fixed):
 def test_chunks_fit_a_grid():
     """CUDA launches at most 65,535 blocks in a dimension that is not the first; samples are one."""
     layer = make(1, 2, 1, 1, fixed=True)
-    arguments = operator_arguments(
-        torch.randn(140_000, 1, 1), layer.weights(), None, None, 0.5, implementation="chunked",
-        tuning=Tuning(rows=100_000),
-    )  # fmt: skip
-    samples = [chunk.samples for chunk in chunks(problem(*arguments), 1, 1)]
+    p = problem_of(layer, torch.randn(140_000, 1, 1), "chunked", tuning=Tuning(rows=100_000))
+    samples = [chunk.samples for chunk in chunks(p, 1, 1)]
     assert samples == [slice(0, 65_535), slice(65_535, 131_070), slice(131_070, 140_000)]
 
 
 def test_each_thread_has_as_many_samples(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     layer = make(350, 64, 2, 1, fixed=False).cpu()
-    arguments = operator_arguments(
-        torch.randn(9, 350, 2, device="cpu"), layer.weights(), None, None, 0.5, implementation="chunked",
-        tuning=Tuning(),
-    )  # fmt: skip
-    assert [chunk.samples for chunk in chunks(problem(*arguments), 1, 1)] == [
+    p = problem_of(layer, torch.randn(9, 350, 2, device="cpu"), "chunked")
+    assert [chunk.samples for chunk in chunks(p, 1, 1)] == [
         slice(0, 4), slice(4, 8), slice(8, 9)
     ]  # fmt: skip
 

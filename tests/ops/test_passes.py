@@ -1,15 +1,13 @@
 """Where the passes of ``fused`` put what they compute: kept, waiting, summed."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import vecroute as vr
+from tests.helpers.problems import problem_of
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_layer_as_good
 from vecroute.ops import Tuning, gradient, matmul, passes
-from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.backends.chunked import pairs as chunked
 from vecroute.ops.backends.chunked import steps as chunked_steps
 from vecroute.ops.backends.fused import pairs as fused
@@ -27,17 +25,12 @@ def make(n_inp=None, n_out=4, d_inp=36, d_out=7, n_iters=2, dtype=torch.float32)
     return with_noise(vr.VectorRouting(**sizes, n_iters=n_iters, implementation="fused", dtype=dtype))
 
 
-def problem_of(layer: vr.VectorRouting, x_inp: torch.Tensor, implementation: str = "fused"):
-    options = {"implementation": implementation, "tuning": Tuning()}
-    return problem(*operator_arguments(x_inp, layer.weights(), None, None, 1 / layer.n_out, **options))
-
-
 @pytest.mark.parametrize("rows", [0, 7], ids=["whole samples", "parts"])
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in grad_x"])
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
-def test_wherever_pairs_wait(fixed, apart, rows, monkeypatch, nan_filled_memory):
+def test_wherever_pairs_wait(fixed, apart, rows, limits, nan_filled_memory):
     if not apart:
-        monkeypatch.setattr(gradient, "WHOLE_BYTES", 0)
+        limits(APART_BYTES=0)
     layer = make(19 if fixed else None, n_iters=3)
     with_chunks(layer, rows)
     assert_layer_as_good(layer, torch.randn(3, 19, 36))
@@ -48,31 +41,30 @@ def test_pairs_of_half_precision_wait_apart(dtype, nan_filled_memory):
     """In the dtype of sums, which grad_x does not have."""
     layer = with_chunks(make(n_out=8, d_inp=48, dtype=dtype))
     x_inp = torch.randn(3, 40, 48).to(dtype)
-    assert gradient.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp)).waits
+    assert gradient.InputGradient(problem_of(layer, x_inp), torch.empty_like(x_inp)).waits
     assert_layer_as_good(layer, x_inp)
 
 
-def test_pairs_wait_apart_within_the_budget(monkeypatch):
+def test_pairs_wait_apart_within_the_budget(limits):
     """Of 2 x 5 rows and of M of 2 samples: 8 that wait, 4 of phi, 8 of c and one of a_inp, aligned."""
     layer, x_inp = make(), torch.randn(2, 5, 36)
     n_bytes = 4 * (2 * 5 + 2 * 36) * 24
-    monkeypatch.setattr(gradient, "WHOLE_BYTES", n_bytes)
-    assert gradient.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp)).apart
-    assert not gradient.InputGradient(problem_of(layer, x_inp, "chunked"), 2, torch.empty_like(x_inp)).apart
-    monkeypatch.setattr(gradient, "WHOLE_BYTES", n_bytes - 1)
-    into = gradient.InputGradient(problem_of(layer, x_inp), 2, torch.empty_like(x_inp))
+    limits(APART_BYTES=n_bytes)
+    assert gradient.InputGradient(problem_of(layer, x_inp), torch.empty_like(x_inp)).apart
+    assert not gradient.InputGradient(problem_of(layer, x_inp, "chunked"), torch.empty_like(x_inp)).apart
+    frugal = problem_of(layer, x_inp, tuning=Tuning(keep_bytes=0))
+    assert not gradient.InputGradient(frugal, torch.empty_like(x_inp)).apart
+    limits(APART_BYTES=n_bytes - 1)
+    into = gradient.InputGradient(problem_of(layer, x_inp), torch.empty_like(x_inp))
     assert into.waits
     assert into.place is into.grad_x
-    monkeypatch.undo()
-    frugal = replace(problem_of(layer, x_inp), tuning=Tuning(keep_bytes=0))
-    assert not gradient.InputGradient(frugal, 2, torch.empty_like(x_inp)).apart
 
 
 def test_products_that_are_kept_are_written_once(nan_filled_memory):
     """What is kept is what the first product fills: c, a_inp and zeros."""
     layer, x_inp = make(), torch.randn(3, 11, 36)
     p = problem_of(layer, x_inp)
-    kept = passes.new_kept(p, 2)  # [b, i, 16]
+    kept = passes.new_kept(p)  # [b, i, 16]
     assert kept.shape == (3, 11, 16)
     columns = Columns(p, None, kept, first=True, forward=True)
     samples, rows = slice(1, 3), slice(0, 11)
@@ -91,9 +83,9 @@ def test_products_that_are_kept_are_written_once(nan_filled_memory):
 @pytest.mark.parametrize("n", [3, 8, 17])
 @pytest.mark.parametrize("n_inp", [1, 5, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_sums_over_inputs(dtype, n_inp, n, monkeypatch):
+def test_sums_over_inputs(dtype, n_inp, n, limits):
     """Of some columns of longer rows; stored, and added."""
-    monkeypatch.setattr(fused_sums, "LEAST_SUMS", 1)
+    limits(LEAST_SUMS=1)
     values = torch.randn(3, n_inp, 24, dtype=dtype)[..., 4 : 4 + n].mT  # [b, k, i]
     out, expected = torch.full((3, n), torch.nan, dtype=dtype), values.double().sum(-1)  # [b, k] each
     allowed = 2 * torch.finfo(dtype).eps * values.double().abs().sum(-1)  # [b, k]

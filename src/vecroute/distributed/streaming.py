@@ -20,7 +20,7 @@ from vecroute.distributed.prefetch import prefetched
 from vecroute.distributed.vectors import Vectors, open_vectors
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops import choose, passes
-from vecroute.ops.autograd import tf32_under_autocast
+from vecroute.ops.autograd import plan_of, tf32_under_autocast
 from vecroute.ops.checks import check_size
 from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.common import Weights, compute_dtype, normalize, product_dtype, without_autocast
@@ -175,10 +175,9 @@ class Streamed:
         """Return one chunk [1, i, d] as a routing problem."""
         w = Weights._make((*weights[:10], None, None, *weights[10:]))
         implementation = choose(x, None) if self.layer.implementation == "auto" else self.layer.implementation
-        tuning = Tuning(self.layer.tuning.rows, 0)
-        return Problem(
-            x, w, None, self.sqrt_n_inp, None, self.layer.prior, self.rounded, tuning, implementation
-        )
+        options = self.layer.prior, self.rounded, Tuning(self.layer.tuning.rows, 0), implementation, ""
+        plan = plan_of(x, weights, None, None, None, *options, 1, one_by_one=True)
+        return Problem(x, w, None, self.sqrt_n_inp, None, plan)
 
     def chunks(self) -> Generator[Tensor]:
         """Yield the chunks of one pass, [i, d], in the dtype of the layer. Each is valid until the next."""
@@ -207,7 +206,7 @@ class Streamed:
                 p = self.problem(self.into_routing(chunk), weights)
                 f = y.new_empty(1, len(chunk)) if M is None else activations(p)  # [1, i]
                 phi = y.new_empty(1, len(chunk), j) if see_phi else None  # [1, i, j]
-                passes.forward_pass(p, M, f, passes.new_kept(p, 1), y_chunk, s_chunk, phi, None)
+                passes.forward_pass(p, M, f, passes.new_kept(p), y_chunk, s_chunk, phi, None)
                 y += y_chunk
                 s += s_chunk
                 if phi is not None:
@@ -231,9 +230,9 @@ class Streamed:
                     x = self.into_routing(chunk)  # [1, i, d]
                 p = self.problem(x.detach(), weights)
                 f = activations(p)  # [1, i]
-                into = InputGradient(p, 1, new_grad_x(p, needed))
+                into = InputGradient(p, new_grad_x(p, needed))
                 grad_f = torch.zeros_like(f)  # [1, i]
-                kept = passes.new_kept(p, 1)
+                kept = passes.new_kept(p)
                 found = passes.backward_pass(p, g, f, kept, M, grad_s, into, grad_f, grads, True)
                 if g is not None:
                     grad_x_hat += found  # [1, j, d]
@@ -276,7 +275,7 @@ class Streamed:
         trained = [torch.zeros_like(parameter) for parameter in self.trained]
         with tf32_under_autocast(p):
             for t in reversed(range(self.n_iters)):
-                g = state.g[t - 1] if t > 0 else None  # [1, j, d]
+                g: Any = state.g[t - 1] if t > 0 else None  # [1, j, d]
                 M = new_matrix(p, 1 if g is None else 2)  # [1, j or 2 j, d]
                 y, s = state.y[t], state.s[t]  # [1, j, d], [1, j]
                 grad_s = p.steps.outputs_backward(p, grad, y, s, grads, block_of(p, M, 0))  # [1, j]

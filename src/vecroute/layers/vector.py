@@ -303,7 +303,7 @@ class VectorRouting(nn.Module):
         if isinstance(self.n_iters, Converge):
             raise ValueError("a layer whose n_iters is a Converge has no plan: it runs iterations one by one")
         cu_seqlens, masks = self._check(x_inp, input_mask, pair_mask, cu_seqlens)
-        return ops.plan(
+        return ops.plan_route(
             x_inp, self.weights(), self.n_iters, *masks, self.prior, implementation=self.implementation,
             tuning=self.tuning, cu_seqlens=cu_seqlens, group=self.group,
         )  # fmt: skip

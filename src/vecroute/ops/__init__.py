@@ -1,7 +1,8 @@
 """The routing loop of Algorithm 2, in several implementations that must agree.
 
-``reference`` is Algorithm 2 line by line, the truth. ``chunked`` streams over chunks of inputs on any
-device and recomputes in its backward; ``fused`` is the same with Triton kernels, for CUDA. ``auto`` picks.
+``reference`` is Algorithm 2 line by line, the truth. ``chunked`` streams over chunks of inputs on any device
+and recomputes in its backward pass. ``fused`` does the same with Triton kernels, for CUDA. ``auto`` picks.
+``README.md`` in this folder follows a call from here to its last kernel.
 """
 
 import os
@@ -18,10 +19,10 @@ from vecroute.ops.plan import Plan, Tuning
 from vecroute.ops.reference import route_reference
 from vecroute.ops.steps import StreamedSteps
 
-__all__ = ["IMPLEMENTATIONS", "Plan", "Tuning", "Weights", "plan", "route", "steps"]
+__all__ = ["IMPLEMENTATIONS", "Plan", "Tuning", "Weights", "plan_route", "route", "steps"]
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "fused")
-HAS_TRITON = find_spec("triton") is not None  # not found out in a call, which compilers trace
+HAS_TRITON = find_spec("triton") is not None  # looked up here, since compilers trace calls
 
 
 def route(
@@ -45,8 +46,8 @@ def route(
 
     Args:
         group: name of the group of ranks that hold the other inputs; "" for none.
-        need_phi, outputs, phi_out: whether to give phi, of which outputs, and where (see ``route_streamed``).
-        x_init: [..., j, h] outputs to start from instead of the flat prior; of the reference alone.
+        need_phi, outputs, phi_out: whether to give phi, for which outputs, where (see ``route_streamed``).
+        x_init: [..., j, h] outputs to start from instead of the flat prior; only the reference takes them.
 
     Returns:
         x_out [..., j, h], not yet normalised, and phi [..., i, j] (None if not asked for), at least float32.
@@ -83,7 +84,7 @@ def route(
     )
 
 
-def plan(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementation: str, **options) -> Plan:
+def plan_route(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementation: str, **options) -> Plan:
     """The plan of ``route`` with the same arguments."""
     implementation = pick(implementation, x_inp, options["cu_seqlens"])
     if implementation == "reference":
@@ -94,7 +95,7 @@ def plan(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementation: s
 
 
 def steps(x_inp: Tensor, weights: Weights, *args, implementation: str, **options):
-    """The loop one iteration at a time, with the arguments of ``route`` that speak of all iterations alike.
+    """The loop one iteration at a time, with the arguments of ``route`` that all iterations share.
 
     Returns:
         step: (x_out or None, need_phi, outputs, phi_out) -> (x_out, phi): an iteration from x_out
@@ -173,7 +174,7 @@ def has_forward_mode() -> bool:
 
 
 def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
-    """What ``auto`` stands for."""
+    """The implementation that ``auto`` stands for."""
     if cu_seqlens is None:
         if is_exporting():
             return "reference"  # plain operators, that any runtime has
@@ -185,7 +186,7 @@ def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
 
 
 def why_not_fused(x_inp: Tensor) -> str | None:
-    """What keeps ``fused`` from routing x_inp, if anything does."""
+    """The reason why ``fused`` cannot route x_inp, None if it can."""
     if not HAS_TRITON:
         return "needs the package triton, which is not installed"
     if not x_inp.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":

@@ -18,138 +18,92 @@ from vecroute.ops.common import (
     without_autocast,
 )
 from vecroute.ops.group import all_reduce
-from vecroute.ops.paths.batch.sizes import Sizes
+from vecroute.ops.paths import module_of
 from vecroute.ops.plan import Case, Plan, Tuning, choose_path, make_plan
+from vecroute.ops.plan.case import device_of, has_aligned_rows, is_tf32, mask_strides
 from vecroute.ops.problem import Problem
 
 
 def named(weights: Sequence[Tensor]) -> Weights:
-    """The parameters by name, from those that there are: two betas, or four parameters that give them."""
+    """The parameters by name, from a list without None, which ends in two betas or in their W and B."""
     betas = weights[10:]
     return Weights(*weights[:10], *(betas if len(betas) == 2 else (None, None, *betas)))
 
 
 def problem(
-    x_inp,
-    weights,
-    input_mask,
-    pair_mask,
-    cu_seqlens,
-    prior,
-    rounded,
-    tuning,
-    implementation,
-    group,
-    *,
-    again=False,
-) -> Problem:
-    """The arguments of the operators for the paths that go by chunks, batch dimensions flattened to one.
+    plan: Plan, x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation,
+    group, *, again=False,
+) -> Problem:  # fmt: skip
+    """The arguments of the operators for the loop over chunks, batch dimensions flattened to one.
 
     Args:
-        again: leave sqrt_n_inp empty,
-        since ``loop.backward`` has it; ranks need not count their inputs twice.
+        plan: of the call; it has prior, rounded, tuning and implementation too.
+        again: leave sqrt_n_inp empty, since ``loop.backward`` has it; ranks need not count inputs twice.
     """
     batch = x_inp.shape[:-2]
     use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
     if use is not None:
         use = use.expand(*batch, *use.shape[-2:]).reshape(math.prod(batch), *use.shape[-2:])  # [b, i, j or 1]
     if again:
-        b = math.prod(batch) if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        sqrt_n_inp = x_inp.new_empty(b, 1, dtype=compute_dtype(x_inp.dtype))  # [b, 1]
+        sqrt_n_inp = x_inp.new_empty(plan.batch, 1, dtype=plan.dtype)  # [b, 1]
     else:
         sqrt_n_inp = sqrt_lengths(x_inp, input_mask, cu_seqlens, group)  # [b, 1]
-    x = x_inp.reshape(1 if cu_seqlens is not None else math.prod(batch), *x_inp.shape[-2:])  # [b, i, d]
-    options = prior, rounded, Tuning(*tuning), implementation, group
-    return Problem(x, named(weights), use, sqrt_n_inp, cu_seqlens, *options)
+    x = x_inp.reshape(*plan.rows, x_inp.shape[-1])  # [b, i, d]
+    return Problem(x, named(weights), use, sqrt_n_inp, cu_seqlens, plan, group)
 
 
 def case_of(
     x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group, n_iters,
-    need_phi=False,
+    need_phi=False, aligned=True, one_by_one=False,
 ) -> Case:  # fmt: skip
-    """Everything of a call of the operators that its plan depends on."""
-    B_F2, variable = weights[4], len(weights) > 12
+    """The case of a call. Fake tensors have no address, so ``aligned`` is for the caller to say."""
+    n_out, d_out = weights[4].shape  # of B_F2
     return Case(
-        tuple(x_inp.shape), x_inp.dtype, rounded, weights[0].dtype, B_F2.shape[0], B_F2.shape[1], n_iters,
-        variable,
+        tuple(x_inp.shape), x_inp.dtype, rounded, weights[0].dtype, n_out, d_out, n_iters, len(weights) > 12,
         input_mask is not None, None if pair_mask is None else mask_strides(pair_mask, x_inp),
         None if cu_seqlens is None else (len(cu_seqlens) - 1, cu_seqlens.dtype), prior, implementation,
-        Tuning(*tuning), bool(group), is_tf32(x_inp, rounded), need_phi, x_inp.device,
+        Tuning(*tuning), bool(group), is_tf32(x_inp, rounded), need_phi, device_of(x_inp.device), aligned,
+        one_by_one,
     )  # fmt: skip
 
 
-def plan_of(*call) -> Plan:
-    """The plan of a call of the operators."""
-    return make_plan(case_of(*call))
-
-
-def mask_strides(mask: Tensor, x_inp: Tensor) -> Any:
-    """Strides of a pair mask [b, i, j] with the batch dimensions of x_inp as one."""
-    batch = x_inp.shape[:-2]
-    mask = mask.expand(*batch, *mask.shape[-2:])  # [..., i, j]
-    return (mask if len(batch) == 1 else mask.reshape(math.prod(batch), *mask.shape[-2:])).stride()
-
-
-def is_tf32(x_inp: Tensor, rounded: torch.dtype) -> bool:
-    """Whether products of float32 are tf32: by name, or since autocast would round them to less."""
-    if x_inp.dtype != torch.float32:
-        return False
-    return rounded != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+def plan_of(x_inp: Tensor, *call: Any, one_by_one: bool = False) -> Plan:
+    """The plan of a call of the operators with real tensors."""
+    options: Any = {"aligned": has_aligned_rows(x_inp), "one_by_one": one_by_one}
+    return make_plan(case_of(x_inp, *call, **options))
 
 
 def run_loop(
-    x_inp: Tensor,
-    weights: Sequence[Tensor],
-    input_mask: Tensor | None,
-    pair_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    prior: float,
-    rounded: torch.dtype,
-    tuning: Sequence[int],
-    implementation: str,
-    group: str,
-    n_iters: int,
-    need_phi: bool,
-    outputs: Sequence[int] | None,
-    plan: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None, pair_mask: Tensor | None,
+    cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
+    group: str, n_iters: int, need_phi: bool, outputs: Sequence[int] | None, plan: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x_out [..., j, h], phi [..., i, j] of the given outputs (None for all), and memory for the backward."""
     call: Any = (
-        x_inp,
-        weights,
-        input_mask,
-        pair_mask,
-        cu_seqlens,
-        prior,
-        rounded,
-        tuning,
-        implementation,
-        group,
-    )
+        x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
+    )  # fmt: skip
     plan = plan or plan_of(*call, n_iters, need_phi)
+    n_all = plan.case.n_out if need_phi else 0
     if plan.path == "batch":
-        return run_batch(plan, x_inp, named(weights), input_mask, pair_mask, cu_seqlens, need_phi, outputs)
-    p = problem(*call)
-    shape = x_inp.shape[:-1]
-    phi = x_inp.new_empty(*shape, n_columns(p, need_phi, outputs), dtype=p.dtype)  # [..., i, j]
-    with tf32_under_autocast(p):
-        flat_phi = phi.view(*p.x_inp.shape[:2], phi.shape[-1]) if need_phi else None  # [b, i, j]
-        x_out, saved = loop.forward(p, n_iters, flat_phi, outputs)
+        phi = x_inp.new_empty(*x_inp.shape[:-1], n_all, dtype=plan.dtype)  # [..., i, j]
+        with on_device(x_inp):
+            x_out, saved = module_of("batch").forward(
+                plan, x_inp, named(weights), input_mask, pair_mask, cu_seqlens, phi if need_phi else None
+            )
+        return x_out, phi if outputs is None or not need_phi else phi[..., list(outputs)].contiguous(), saved
+    p = problem(plan, *call)
+    columns = n_all if outputs is None or not need_phi else len(outputs)
+    phi = x_inp.new_empty(*x_inp.shape[:-1], columns, dtype=plan.dtype)  # [..., i, j]
+    x_out, saved = run_chunks(p, phi if need_phi else None, outputs)
     batch = x_out.shape[:1] if cu_seqlens is not None else x_inp.shape[:-2]
     return x_out.view(*batch, *x_out.shape[1:]), phi, saved
 
 
-def run_batch(plan: Plan, x_inp, w: Weights, input_mask, pair_mask, cu_seqlens, need_phi, outputs):
-    """The same on the batch path."""
-    from vecroute.ops.paths.batch import run as batch
-
-    shape = x_inp.shape[:-1]
-    dtype = compute_dtype(x_inp.dtype)
-    phi = x_inp.new_empty(*shape, w.W_F1.shape[0] if need_phi else 0, dtype=dtype)  # [..., i, j]
-    with on_device(x_inp):
-        tensors: Any = batch.arguments(x_inp, w, input_mask, pair_mask)
-        x_out, saved = batch.forward(plan.steps, *(*tensors, cu_seqlens, phi if need_phi else None))
-    return x_out, phi if outputs is None or not need_phi else phi[..., list(outputs)].contiguous(), saved
+def run_chunks(p: Problem, phi: Tensor | None, outputs: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    """``loop.forward`` as the caller's settings have it; phi [..., i, j] is filled if it is given."""
+    with tf32_under_autocast(p):
+        flat = None if phi is None else phi.view(*p.x_inp.shape[:2], phi.shape[-1])  # [b, i, j]
+        return loop.forward(p, flat, outputs)
 
 
 def on_device(x: Tensor):
@@ -175,12 +129,12 @@ def loop_op(
 
 @contextmanager
 def tf32_under_autocast(p: Problem):
-    """Where autocast asks for products in half precision of a float32 x_inp on a GPU, let them be tf32.
+    """If autocast asks for products of a float32 x_inp in half precision on a GPU, let them be tf32.
 
-    Autocast itself is off: what is rounded is for the loop to say. So are sums in float16, whose range they
-    leave. Kernels are launched on the device of x_inp, whichever is current.
+    Autocast itself is off, since the plan says what is rounded. Sums in float16 are off too: they overflow.
+    Kernels are launched on the device of x_inp, whichever is current.
     """
-    tf32 = p.x_inp.is_cuda and p.x_inp.dtype == torch.float32 != p.rounded
+    tf32 = p.x_inp.is_cuda and p.x_inp.dtype == torch.float32 != p.plan.case.rounded
     matmul = torch.backends.cuda.matmul
     precision, sums = matmul.fp32_precision, matmul.allow_fp16_accumulation
     with without_autocast(p.x_inp), on_device(p.x_inp):
@@ -197,11 +151,6 @@ def tf32_under_autocast(p: Problem):
                 matmul.allow_fp16_accumulation = True
 
 
-def n_columns(p: Problem, need_phi: bool, outputs: Sequence[int] | None) -> int:
-    """How many columns of phi are asked for."""
-    return (p.n_out if outputs is None else len(outputs)) if need_phi else 0
-
-
 @loop_op.register_fake
 def _(x_inp, weights, input_mask, pair_mask, cu_seqlens, *rest):
     *options, n_iters, need_phi, outputs = rest
@@ -209,64 +158,40 @@ def _(x_inp, weights, input_mask, pair_mask, cu_seqlens, *rest):
     (j, h), dtype = weights[4].shape, compute_dtype(x_inp.dtype)
     batch = x_inp.shape[:-2] if cu_seqlens is None else [cu_seqlens.shape[0] - 1]
     k = (j if outputs is None else len(outputs)) if need_phi else 0
-    plan = choose_path(case_of(*(*call, n_iters, need_phi)))
-    memory = (
-        Sizes(plan).saved if plan.path == "batch" else loop.saved_memory(problem(*call, again=True), n_iters)
-    )
+    memory = choose_path(case_of(*(*call, n_iters, need_phi))).saved
     saved = x_inp.new_empty(memory.n_bytes, dtype=torch.uint8)
     phi = x_inp.new_empty(*x_inp.shape[:-1], k, dtype=dtype)  # [..., i, j]
     return x_inp.new_empty(*batch, j, h, dtype=dtype), phi, saved
 
 
 def run_loop_backward(
-    grad_x_out: Tensor,
-    x_inp: Tensor,
-    weights: Sequence[Tensor],
-    input_mask: Tensor | None,
-    pair_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    prior: float,
-    rounded: torch.dtype,
-    tuning: Sequence[int],
-    implementation: str,
-    group: str,
-    n_iters: int,
-    saved: Tensor,
-    need_grad_x: bool,
+    grad_x_out: Tensor, x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None,
+    pair_mask: Tensor | None, cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype,
+    tuning: Sequence[int], implementation: str, group: str, n_iters: int, saved: Tensor, need_grad_x: bool,
     plan: Plan | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Gradients of x_inp (empty if not needed) and of the weights.
 
     Args:
         plan: of the forward pass, if it is known.
     """
     call: Any = (
-        x_inp,
-        weights,
-        input_mask,
-        pair_mask,
-        cu_seqlens,
-        prior,
-        rounded,
-        tuning,
-        implementation,
-        group,
-    )
+        x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
+    )  # fmt: skip
     plan = plan or plan_of(*call, n_iters)
     if plan.path == "batch":
-        from vecroute.ops.paths.batch import run as batch
-
         with on_device(x_inp):
-            x, w, _, use = batch.arguments(x_inp, named(weights), input_mask, pair_mask)
-            grad_x, grads = batch.backward(plan.steps, grad_x_out, x, w, use, cu_seqlens, saved, need_grad_x)
+            grad_x, grads = module_of("batch").backward(
+                plan, grad_x_out, x_inp, named(weights), pair_mask, cu_seqlens, saved, need_grad_x
+            )
     else:
-        p = problem(*call, again=True)
+        p = problem(plan, *call, again=True)
         with tf32_under_autocast(p):
-            flat = grad_x_out.reshape(len(p.sqrt_n_inp), *grad_x_out.shape[-2:])  # [b, j, h]
-            grad_x, grads = loop.backward(p, flat, n_iters, saved, need_grad_x)
+            flat = grad_x_out.reshape(plan.batch, *grad_x_out.shape[-2:])  # [b, j, h]
+            grad_x, grads = loop.backward(p, flat, saved, need_grad_x)
             grad_x = None if grad_x is None else grad_x.reshape(x_inp.shape)  # [..., i, d]
     parameters = {name: w for name, w in named(weights)._asdict().items() if w is not None}
-    # Contiguous, as the fake below promises to compilers.
+    # Contiguous, as the fake operator below promises to compilers.
     grads_w = [
         as_promised(grads[name], w.dtype) if name in grads else w.new_zeros(w.shape)
         for name, w in parameters.items()
@@ -316,7 +241,7 @@ def _backward(ctx, grad_x_out, *_):
     if grad_x_out is None:
         return (None, [None] * ctx.n_weights, *[None] * 11)
     need_grad_x = ctx.needs_input_grad[0]
-    # With a graph the operator, which refuses to be differentiated.
+    # If a graph of the backward is asked for, call the operator, which refuses to be differentiated.
     plain = is_plain(grad_x_out) and not torch.is_grad_enabled()
     call: Any = grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x
     grad_x, *grads = run_loop_backward(*(*call, ctx.plan)) if plain else loop_backward_op(*call)
@@ -353,7 +278,7 @@ class Loop(torch.autograd.Function):
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether autograd alone follows a call: then it goes past the dispatcher, as slow as a small loop."""
+    """Whether autograd alone follows a call, which then bypasses the dispatcher to save host time."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._get_tracing_state() is not None:  # of torch.jit
@@ -373,7 +298,7 @@ def operator_arguments(
     cu_seqlens: Tensor | None = None,
     group: str = "",
 ) -> Any:
-    """The arguments of ``problem``, with the weights that there are as a list."""
+    """The arguments of the operators, with the weights that are not None as a list."""
     rounded = product_dtype(x_inp)
     tensors = [w for w in weights if w is not None]
     if is_plain(x_inp):
@@ -418,7 +343,7 @@ def route_streamed(
     Args:
         cu_seqlens: [b + 1] offsets of the samples in a packed x_inp [total, d].
         group: name of the group of ranks that hold the other inputs, each some of them; "" for none.
-        need_phi, outputs: whether to give phi, and of which outputs (None for all).
+        need_phi, outputs: whether to give phi, and for which outputs (None for all).
         phi_out: [..., i, j] where to write them instead of a new tensor; x_out then has no graph.
 
     Returns:
@@ -435,24 +360,25 @@ def route_streamed(
         cu_seqlens=cu_seqlens,
         group=group,
     )
-    without_backward = phi_out is not None or not torch.is_grad_enabled()
-    if weights.W_use is None and without_backward and plan_of(*arguments, n_iters).path != "batch":
-        # Dot products are kept for a backward alone.
-        arguments = (*arguments[:7], list(tuning._replace(keep_bytes=0)), *arguments[8:])
+    plain = is_plain(x_inp)
+    if weights.W_use is None and (phi_out is not None or not torch.is_grad_enabled()):
+        # Without a backward pass, no dot products are kept.
+        chunked = implementation == "chunked" or (plain and plan_of(*arguments, n_iters).path != "batch")
+        if chunked:
+            arguments = (*arguments[:7], list(tuning._replace(keep_bytes=0)), *arguments[8:])
     if phi_out is None:
         _, tensors, *rest = arguments
-        if is_plain(x_inp):
+        if plain:
             x_out, phi = Loop.apply(x_inp, len(tensors), *tensors, *rest, n_iters, need_phi, outputs)
         else:
             x_out, phi, _ = loop_op(*arguments, n_iters, need_phi, outputs)
         return x_out, phi.detach() if need_phi else None
     with torch.no_grad():
-        if plan_of(*arguments, n_iters).path == "batch":
-            x_out, phi, _ = run_loop(*(*arguments, n_iters, True, outputs))
+        plan = plan_of(*arguments, n_iters, need_phi)
+        if plan.path == "batch":
+            x_out, phi, _ = run_loop(*(*arguments, n_iters, need_phi, outputs, plan))
             return x_out, phi_out.copy_(phi) if need_phi else None
-        p = problem(*arguments)
-        with tf32_under_autocast(p):
-            view = phi_out.view(*p.x_inp.shape[:2], phi_out.shape[-1])  # [b, i, j]
-            x_out, _ = loop.forward(p, n_iters, view, outputs)
+        p = problem(plan, *arguments)
+        x_out, _ = run_chunks(p, phi_out, outputs)
     batch = x_out.shape[:1] if cu_seqlens is not None else x_inp.shape[:-2]
     return x_out.view(*batch, *x_out.shape[1:]), phi_out if need_phi else None

@@ -54,7 +54,7 @@ def check_vectors(
 
 
 def check_batch(name: str, x: Tensor, x_inp: Tensor) -> None:
-    """Raise unless the batch of x [..., n, d] can be broadcast to that of x_inp."""
+    """Raise unless the batch of x [..., n, d] can be broadcast to the batch of x_inp."""
     batch, lead = x_inp.shape[:-2], x.shape[:-2]
     fits = all(m in (1, b) for m, b in zip(reversed(lead), reversed(batch), strict=False))
     if len(lead) > len(batch) or not fits:

@@ -1,4 +1,4 @@
-"""Chunks of the inputs: which rows go together, their x_inp and masks, and memory for what they need."""
+"""Chunks of the inputs: which rows go together, their x_inp and masks, and the memory that they share."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -11,11 +11,12 @@ from torch import Tensor
 from vecroute.ops.common import cdiv
 from vecroute.ops.problem import Problem
 
-MOST_SAMPLES = 2**16 - 1  # CUDA has no more blocks in any dimension of a grid but the first
-
 
 class Chunk(NamedTuple):
-    """Some rows of some samples: ``samples`` indexes what is per sample, ``batch`` and ``rows`` x_inp."""
+    """Some rows of some samples: ``samples`` indexes tensors [b, ...], ``batch`` and ``rows`` index x_inp.
+
+    Only packed samples have another batch than samples: x_inp is [1, total, d] there.
+    """
 
     samples: slice
     batch: slice
@@ -30,19 +31,17 @@ class Chunk(NamedTuple):
 def chunks(p: Problem, row: int, share: int) -> Iterator[Chunk]:
     """Cut the inputs into chunks: whole samples, several at a time if they are short, or parts of one.
 
-    Args: as ``rows_of_a_chunk`` has them.
+    Args:
+        row, share: as ``Plan.chunk_rows`` has them.
     """
-    size = p.tuning.rows or rows_of_a_chunk(p, row, share)
+    size = p.plan.chunk_rows(row, share)
     n_samples, n_rows = p.sqrt_n_inp.shape[0], p.x_inp.shape[1]
     if p.offsets is not None:
         for b in range(n_samples):
             for rows in parts(p.offsets[b], p.offsets[b + 1], size):
                 yield Chunk(slice(b, b + 1), slice(0, 1), rows)
         return
-    together = size // max(1, n_rows)
-    if p.x_inp.device.type == "cpu" and together > torch.get_num_threads():
-        together -= together % torch.get_num_threads()  # each thread multiplies as many as the others
-    together = max(1, min(together, MOST_SAMPLES))
+    together = p.plan.chunk_samples(size, n_rows)
     for b in range(0, n_samples, together):
         samples = slice(b, min(b + together, n_samples))
         for rows in parts(0, n_rows, size):
@@ -50,53 +49,38 @@ def chunks(p: Problem, row: int, share: int) -> Iterator[Chunk]:
 
 
 def alike(all_chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Chunks that follow each other and have the same samples and as many rows.
+    """Group chunks that follow each other and have the same samples and equally many rows.
 
-    What does not depend on which rows is made once for all of them: on a GPU it takes the host as long as the
-    work itself.
+    Work of the host that depends on the shape alone is done once per group: it takes as long as the GPU takes
+    for the chunk.
     """
     for _, same in groupby(all_chunks, lambda chunk: (chunk.samples, chunk.shape)):
         yield list(same)
 
 
 def of_chunk(t: Tensor, chunk: Chunk) -> Tensor:
-    """The rows of a chunk in a tensor of its samples, [b, i, ...], which may have no others."""
+    """The rows of a chunk in a tensor [b, i, ...] of its samples, whether that has other rows or not."""
     return t[:, chunk.rows] if has_all_rows(t, chunk) else t
 
 
 def has_all_rows(t: Tensor, chunk: Chunk) -> bool:
-    """Whether a tensor of the samples of a chunk, [b, i, ...], has more rows than those of the chunk."""
+    """Whether a tensor [b, i, ...] of the samples of a chunk has more rows than the chunk."""
     return t.shape[1] != chunk.shape[1]
 
 
 def parts(start: int, end: int, size: int) -> Iterator[slice]:
-    """As few parts of at most so many rows as there can be, about as large as each other."""
+    """Cut rows into the fewest parts of at most ``size`` rows, of about equal size."""
     n = cdiv(end - start, size)
     step = min(size, cdiv(end - start, max(1, 16 * n)) * 16)  # aligned
     for first in range(start, end, step or 1):
         yield slice(first, min(first + step, end))
 
 
-def rows_of_a_chunk(p: Problem, row: int, share: int) -> int:
-    """Rows whose i x j quantities fit the cache of a CPU; a GPU wants tall products more than cache hits.
-
-    Args:
-        row: how many numbers a row has in the buffers of a pass on a GPU.
-        share: one part in so many of the size of x_inp may go there, or more where that is few rows.
-    """
-    if p.x_inp.device.type == "cpu":
-        return max(64, min(2048, 2**18 // p.n_out))
-    size, many = row * p.dtype.itemsize, p.n_out >= 512
-    # 64 MB or twice that; of a fixed length as many pairs, whatever a row has of each.
-    least = (2**27 if many else 2**26) // size if p.variable else (2**25 if many else 2**24) // p.n_out
-    return max(1024, least, p.x_inp.numel() * p.x_inp.element_size() // (share * size))
-
-
 class Room(dict[str, Tensor]):
-    """Memory for what lives in one chunk, by name, used again by the next."""
+    """Buffers of one chunk by name, which the next chunk uses again."""
 
     def take(self, name: str, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor, of the dtype of another if none is given."""
+        """An uninitialised tensor on the device of ``like``, and in its dtype unless another is given."""
         size = math.prod(shape)
         if name not in self or self[name].numel() < size:
             self.pop(name, None)
@@ -109,14 +93,14 @@ def inputs(p: Problem, chunk: Chunk) -> Tensor:
     x = p.x_inp[chunk.batch, chunk.rows]  # [b, i, d]
     if p.use is not None:
         x = x.where(use_of(p, chunk).any(-1, keepdim=True), 0)  # [b, i, d]
-    return x if p.rounds_late else x.to(p.operand_dtype)  # [b, i, d]
+    return x if p.plan.rounds_late else x.to(p.plan.operand_dtype)  # [b, i, d]
 
 
 def as_operand(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:
-    """x [b, i, d] from ``inputs`` in the dtype of operands; of a copy of all of x_inp, if that is small."""
-    if "x_inp" in p.kept_copies:
-        return p.in_dtype("x_inp", p.x_inp, p.operand_dtype)[chunk.batch, chunk.rows]  # [b, i, d]
-    return x.to(p.operand_dtype)  # [b, i, d]
+    """x [b, i, d] from ``inputs`` in the dtype of operands, from a kept copy of x_inp if there is one."""
+    if "x_inp" in p.plan.kept_copies:
+        return p.in_dtype("x_inp", p.x_inp, p.plan.operand_dtype)[chunk.batch, chunk.rows]  # [b, i, d]
+    return x.to(p.plan.operand_dtype)  # [b, i, d]
 
 
 def use_of(p: Problem, chunk: Chunk) -> Tensor:
@@ -125,6 +109,6 @@ def use_of(p: Problem, chunk: Chunk) -> Tensor:
 
 
 def use_of_samples(p: Problem, chunk: Chunk) -> Tensor:
-    """The same of all rows of its samples."""
+    """The used pairs of all rows of the samples of a chunk, [b or 1, i, j or 1]."""
     assert p.use is not None
     return p.use[chunk.batch] if len(p.use) > 1 else p.use

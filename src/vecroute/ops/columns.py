@@ -1,4 +1,4 @@
-"""The columns of ``pairs``: all that depends on a pair i, j and is linear in x_inp, side by side."""
+"""The columns of ``pairs``: everything that depends on a pair i, j and is linear in x_inp, side by side."""
 
 from typing import Any
 
@@ -13,30 +13,29 @@ from vecroute.ops.problem import Problem, over_samples
 
 
 class Columns:
-    """What x_inp is multiplied with in a pass, as the rows of one matrix M; x_inp M^T has side by side
+    """The rows of one matrix M that a pass multiplies x_inp with. The columns of pairs = x_inp M^T are
 
-    - in a backward pass grad_phi, from grad_y,
-    - in every iteration but the first the dot product of the scores, from x_hat,
-    - of a variable length c: c_sum and c_ign, or in the first iteration, where all outputs have the same R
-      (unless pairs are masked), their one combination prior c_sum - c_ign; and there a_inp.
+    - grad_phi, from grad_y, in a backward pass,
+    - the dot product of the scores, from x_hat, in every iteration but the first,
+    - c, if n_inp is None: c_sum and c_ign. In the first iteration, unless pairs are masked, all outputs have
+      the same R, and one column prior c_sum - c_ign replaces both. The first iteration also has a_inp.
 
-    Of a fixed length c is None: ``p.pairs`` has the betas themselves. What is kept, c or the dot product, is
+    If n_inp is given, c is None, since the betas are parameters. A kept array (c or the dot product) is
     computed once.
 
-    The results of a backward pass have the same columns. Where the gradient of c adds up over the iterations
-    until the first (``adds_up``), it is c_sum and c_ign there, and is missing in the others.
+    The results of a backward pass have the same columns. If pairs wait (``adds_up``), every iteration adds to
+    one gradient of c_sum and c_ign, which only the first iteration has among its columns.
     """
 
     def __init__(self, p: Problem, own, kept: Tensor, *, first: bool, forward: bool, adds_up: bool = False):
-        """Set what passes look at.
+        """Lay the columns out.
 
-        Rows of M: ``own`` [b, k, d], which each sample has for itself; ``computed``, which all samples share;
-        ``shared``, the same for the results; each None if there are none. How many columns: ``n_computed``,
-        and ``n`` for the results; ``n_own`` and ``n_c`` are those of own and of c. Where: ``a`` is the
-        column of a_inp.
+        Rows of M, None if there are none: ``own`` [b, k, d], of each sample; ``computed``, which all samples
+        share; ``shared``, the rows that all samples share for the results. Numbers of columns: ``n_computed``
+        of pairs, ``n`` of the results, ``n_own`` of own, ``n_c`` of c. ``a`` is the column of a_inp.
         """
         self.p, self.own, self.first, self.forward = p, own, first, forward
-        self.flat = p.is_flat(first)
+        self.flat = p.plan.is_flat(first)
         self.kept: Any = kept if len(kept) else None
         self.filling = self.forward and self.kept is not None and self.first == p.variable
         self.adds_up = adds_up and p.variable
@@ -64,14 +63,14 @@ class Columns:
             self.n += len(self.shared)
 
     def _shared_rows(self, flat: bool) -> tuple[Tensor, Tensor]:
-        """Rows that give c; in the first iteration W_A is one more, and zeros that keep columns aligned."""
+        """Rows of M for c; in the first iteration also W_A, and zeros that keep columns aligned."""
         n = self.p.n_out if flat else 2 * self.p.n_out
         if self.first:
             n = multiple_of_8(self.n_own + n + 1) - self.n_own
         return self.p.pairs.shared_rows(self.p, flat, n)  # [q - k, d], [q - k]
 
     def matrix(self, samples: slice, shared: Any) -> Any:
-        """M of some samples, [b, q, d], or [1, q, d] if it is the same for all; None if there is nothing.
+        """M of some samples, [b, q, d], or [1, q, d] if all samples share it; None if it has no rows.
 
         Args:
             shared: ``computed``, or ``shared`` for the matrix of the results.
@@ -79,9 +78,10 @@ class Columns:
         return with_shared(None if self.own is None else self.own[samples], shared)
 
     def kept_whole(self, like: Chunk, dtype: torch.dtype) -> Any:
-        """What is kept, [b, i, k], where it is all the pairs of a pass, in their dtype, and of no other rows.
+        """The kept array [b, i, k], if it can serve as ``pairs`` of chunks like the given one; else None.
 
-        That is c and a_inp, as they are first computed, or the dot products as ``fused_rows`` uses them.
+        It can if it holds all columns of a pass in their dtype and only the rows of the chunk: c and a_inp
+        when they are first computed, or dot products on the wide path.
         """
         if self.p.variable:
             whole = self.filling and self.kept.shape[-1] == self.n_computed
@@ -91,11 +91,11 @@ class Columns:
         return None if kept is None or has_all_rows(kept, like) else kept
 
     def products(self, pairs: Tensor, M, like: Chunk):
-        """What chunks like the given one have of c, and what fills pairs [b, i, q] with x M^T and the bias.
+        """c of chunks like the given one, and a function that fills pairs.
 
         Returns:
-            c [b, i, 2 j or j], of all rows, and both, where it is kept (None if fixed); and a function of a
-            chunk and x.
+            c [b, i, 2 j or j], None if n_inp is given; a kept c has all rows, and both c_sum and c_ign. And a
+            function of a chunk and its x that fills pairs [b, i, q] with x M^T and the bias.
         """
         p, n = self.p, self.n_computed
         multiply = multiplier(p, M, self.bias, pairs[..., :n]) if n else None
@@ -124,12 +124,12 @@ class Columns:
         return c, fill
 
     def finish(self, grad_M: Tensor, sums: Tensor, g, grads) -> Tensor:
-        """Hand over the gradients of the parameters in M, and return grad_x_hat [b, j, d], if there is one.
+        """Add the gradients of the parameters in M to grads, and return grad_x_hat [b, j, d].
 
-        This is the end of grad_M.
+        grad_M may be overwritten.
 
         Args:
-            grad_M: [b or 1, q - j, d] of all its rows but grad_y.
+            grad_M: [b or 1, q - j, d] for all rows of M except grad_y.
             sums: [b, q - j] sums of the results over the inputs.
             g: [b, j, d] from ``predicted``, or None in the first iteration.
         """
@@ -145,25 +145,25 @@ class Columns:
 
 
 def new_rows(p: Problem, *shape: int) -> Tensor:
-    """Memory for rows of M, as products take them, [*shape, j, d], with zeros where there are no outputs."""
-    rows = p.x_inp.new_empty(*shape, p.width, p.x_inp.shape[-1], dtype=p.operand_dtype)  # [*shape, j, d]
+    """Memory for rows of M in the dtype of products, [*shape, j, d]; rows of no output are zeros."""
+    rows = p.x_inp.new_empty(*shape, p.width, p.x_inp.shape[-1], dtype=p.plan.operand_dtype)  # [*shape, j, d]
     if p.width > p.n_out:
         rows[..., p.n_out :, :] = 0
     return rows
 
 
 def new_matrix(p: Problem, n_blocks: int) -> Tensor:
-    """Memory for the rows of M that each sample has for itself, some blocks of all outputs; [b, n, d]."""
+    """Memory for the rows of M of each sample, n_blocks times all outputs, [b, n, d]."""
     return new_rows(p, len(p.sqrt_n_inp), n_blocks).flatten(1, 2)  # [b, n, d]
 
 
 def block_of(p: Problem, M: Tensor, k: int) -> Tensor:
-    """The rows of M [b, n, d] that block k of the outputs has, [b, j, d]."""
+    """Block k of the rows of M [b, n, d], one for each output, [b, j, d]."""
     return M[:, k * p.width : k * p.width + p.n_out]
 
 
 def with_shared(own: Any, shared: Any) -> Any:
-    """Rows [b, k, d] that each sample has for itself, and after them those that all share, if any."""
+    """Rows of each sample, [b, k, d], then rows that all samples share, if there are any."""
     if own is None or shared is None:
         return own if shared is None else shared[None]  # [b, k, d] or [1, q - k, d]
     return torch.cat((own, shared.to(own.dtype).expand(len(own), -1, -1)), 1)  # [b, q, d]

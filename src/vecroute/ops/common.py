@@ -1,4 +1,4 @@
-"""What every implementation of the routing loop shares: its parameters, its masks, its arithmetic."""
+"""Parameters, masks and arithmetic that all implementations of the routing loop share."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -75,7 +75,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def product_dtype(x_inp: Tensor) -> torch.dtype:
-    """The dtype to which the operands of products are rounded: autocast's, else that of x_inp."""
+    """The dtype to which the operands of products are rounded: the dtype of autocast, else of x_inp."""
     device = x_inp.device.type
     autocast = device in AUTOCAST and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast and x_inp.dtype != torch.float64 else x_inp.dtype

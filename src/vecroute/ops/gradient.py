@@ -1,4 +1,4 @@
-"""The gradient of x_inp, written once: pairs wait for it."""
+"""The gradient of x_inp: every element is written once, after the pairs of all iterations are known."""
 
 from typing import Any
 
@@ -8,141 +8,113 @@ from torch import Tensor
 from vecroute.ops.chunks import Chunk, Room
 from vecroute.ops.columns import Columns, new_matrix
 from vecroute.ops.common import multiple_of_8
-from vecroute.ops.matmul import halves_of, has_halves, row_weights, widened
-from vecroute.ops.paths.long import by_rows
+from vecroute.ops.matmul import widened
 from vecroute.ops.problem import Problem
-
-# Up to so many bytes, and twice ``Tuning.keep_bytes``, ``fused`` has memory for all pairs of a backward,
-# which then wait nowhere else.
-WHOLE_BYTES = 2**27
 
 
 def new_grad_x(p: Problem, needed: bool) -> Tensor | None:
     """Memory for the gradient of x_inp, [b, i, d], None if it is not needed."""
-    return torch.empty_like(p.x_inp) if needed else None
+    return torch.empty_like(p.x_inp, memory_format=torch.contiguous_format) if needed else None
 
 
 class InputGradient:
-    """grad_x [b, i, d], the sum of pairs @ M over the iterations, written once where that can be.
+    """grad_x [b, i, d], the sum of pairs @ M over the iterations.
 
-    Until the first iteration, the last of a backward, the pairs of the others wait side by side, if they fit,
-    in the rows of a gradient that is written last: that of W_A, where one sample alone has it, else grad_x;
-    or in memory of their own, where that is little (``apart``). There the gradient of c, which has the same
-    matrix in every iteration, adds up after them and after room for phi of the first. Where they do not fit
-    every pass adds its product.
+    A backward pass ends with the first iteration. Until then the pairs of the other iterations wait side by
+    side in a row of ``place``, if they fit (``plan.waits_in``). Behind them a row has room for phi of the
+    first iteration, then the gradient of c, to which every iteration adds: c has the same matrix in all. If
+    pairs do not fit, every pass adds its product to grad_x.
 
-    ``halved``: pairs are float16, for the kernel of ``fused_halves`` or, ``by_rows``, of ``input_gradient``:
-    divided by ``top``, the power of two below the greatest of a row so far, and multiplied with ``weights``,
-    one for each column of a pass.
+    On the long path, waiting pairs are float16 (``halved``). A row is divided by its scale ``top``, the power
+    of two below its greatest element so far, and multiplied by ``weights``, one for each column of a pass.
     """
 
-    def __init__(self, p: Problem, n_iters: int, grad_x: Tensor | None, grad_W_A: Tensor | None = None):
-        self.grad_x: Any = grad_x  # [b, i, d], None if it is not needed
-        aside = grad_W_A is not None and len(p.x_inp) == 1
-        place: Any = grad_W_A[None] if grad_W_A is not None and aside else self.grad_x  # [b, i, d]
-        self.n_waiting = (n_iters - 1) * 2 * p.n_out
-        self.n_kept = self.n_waiting + (3 if p.variable else 1) * p.n_out
-        self.n_all = self.n_waiting + (
-            multiple_of_8(3 * p.n_out + 1) if p.variable else p.n_out
-        )  # with a_inp
-        fits = grad_x is not None and n_iters > 1 and self.n_kept <= p.x_inp.shape[-1]
-        fits &= p.width == p.n_out
-        self.apart = fits and not aside and self._is_little(p)
-        if self.apart:
-            place = p.x_inp.new_empty(
-                *p.x_inp.shape[:2], multiple_of_8(self.n_all), dtype=p.dtype
-            )  # [b, i, w + q]
-        self.place, self.waits = place, fits and place.dtype == p.dtype and place.stride(-1) == 1
-        self.aside = aside and self.waits  # in grad_W_A
-        self.halved = self.aside and has_halves(p, self.n_waiting, self.grad_x, grad_W_A)
-        self.by_rows = self.halved and by_rows.can_multiply(p, self.n_waiting)
+    def __init__(self, p: Problem, grad_x: Tensor | None, grad_W_A: Tensor | None = None):
+        plan = p.plan
+        self.plan, self.grad_x = plan, grad_x  # type: Any, Any
+        self.waits = grad_x is not None and bool(plan.waits_in)
+        self.place: Any = grad_x  # [b, i, d]
+        self.aside = self.waits and plan.waits_in == "grad_W_A"
+        self.apart = self.waits and plan.waits_in == "apart"
+        self.halved = self.waits and bool(plan.halves)
+        if self.aside:
+            assert grad_W_A is not None
+            self.place = grad_W_A[None]  # [1, i, d]
+        elif self.apart:
+            shape = *p.x_inp.shape[:2], multiple_of_8(plan.n_all)
+            self.place = p.x_inp.new_empty(shape, dtype=p.dtype)  # [b, i, w + q]
         self.top = self.weights = None  # type: Any
         if self.halved:
-            self.place = place.view(torch.float16)  # [1, i, 2 d]
-            self.top = place.new_zeros(n_iters + 1, place.shape[1])  # [1 + t, i], so far
-        self.share = 5 if self.halved else 11 if self.waits else 30 if p.variable else 22
-        self.M: Any = None  # [b, w + j, d] those that wait and the first
+            self.top = self.place.new_zeros(plan.case.n_iters + 1, self.place.shape[1])  # [1 + t, i]
+            self.place = self.place.view(torch.float16)  # [1, i, 2 d]
+        self.share = plan.backward_share(self.waits)
+        self.M: Any = None  # [b, w + j, d] of the pairs that wait, then of the first iteration
         self.columns: list[Columns] = []  # of the pairs that wait
-        self.fresh = True
-
-    def _is_little(self, p: Problem) -> bool:
-        """Whether the pairs of all iterations, and M of every sample, may have memory of their own."""
-        (b, i, d), n_samples = p.x_inp.shape, len(p.sqrt_n_inp)
-        size = multiple_of_8(self.n_all) * (b * i + n_samples * d) * p.dtype.itemsize
-        return p.implementation == "fused" and size <= min(WHOLE_BYTES, 2 * p.tuning.keep_bytes)
+        self.fresh = True  # whether nothing has been added to grad_x yet
 
     def new_matrix(self, p: Problem, first: bool) -> Tensor:
-        """Memory for rows of M: those of grad_y, and where it is not the first iteration of the scores."""
+        """Memory for rows of M: grad_y, and after the first iteration the matrix of the scores."""
         if not self.waits or self.halved:
             return new_matrix(p, 1 if first else 2)  # [b, n, d]
-        if self.M is None:  # where pairs wait, p.width is n_out
-            self.M = new_matrix(p, self.n_waiting // p.n_out + 1)  # [b, w + j, d]
+        if self.M is None:  # if pairs wait, p.width is n_out
+            self.M = new_matrix(p, self.plan.n_waiting // p.n_out + 1)  # [b, w + j, d]
         n = p.n_out if first else 2 * p.n_out
-        w = self.n_waiting if first else len(self.columns) * n
+        w = self.plan.n_waiting if first else len(self.columns) * n
         return self.M[:, w : w + n]  # [b, n, d]
 
-    def n_besides(self, columns: Columns) -> int:
-        """Numbers that a row has in buffers of a pass besides ``pairs``."""
-        if not columns.first:
-            return 0 if columns.p.variable else columns.p.n_out  # the gradient of dot, to be summed
-        if not self.waits or self.apart:
-            return 0
-        return columns.p.n_out // 2 if self.halved else self.n_waiting + columns.n
-
     def results(self, like: Chunk, pairs: Tensor, columns: Columns, room: Room):
-        """Where the results of a pass go, [b, i, q]; the same with those that wait; and the gradient of c.
+        """Where a pass writes its results.
 
-        Where pairs wait, of all rows, else of those of chunks like the given one.
+        Returns:
+            The results [b, i, q]; a view that also covers the pairs that wait, [b, i, w + q]; and the
+            gradient of c. If pairs wait, they cover all rows, else the rows of chunks like the given one.
         """
-        (b, i, _), n_out = pairs.shape, columns.p.n_out
+        (b, i, _), n_out, w = pairs.shape, columns.p.n_out, self.plan.n_waiting
         if not self.waits:
             results = pairs[..., : columns.n]  # [b, i, q]
-            if not columns.p.variable and columns.p.operand_dtype != pairs.dtype:  # only multiplied
-                dtype = columns.p.operand_dtype
+            if not columns.p.variable and self.plan.operand_dtype != pairs.dtype:  # only multiplied
+                dtype = self.plan.operand_dtype
                 results = room.take("results", pairs, *results.shape, dtype=dtype)  # [b, i, q]
             return results, results, results[..., columns.a - columns.n_c : columns.a]
         rows = self.place[like.batch]  # [b, i, d]
         if not columns.first:
-            w = sum(other.n for other in self.columns)
-            results = rows[..., w : w + columns.n]  # [b, i, 2 j]
-            return results, results, rows[..., self.n_waiting + n_out : self.n_kept]
+            before = sum(other.n for other in self.columns)
+            results = rows[..., before : before + columns.n]  # [b, i, 2 j]
+            return results, results, rows[..., w + n_out : self.plan.n_kept]
         if self.halved:
             results = room.take("halves", self.place, b, i, multiple_of_8(n_out))[..., :n_out]  # [1, i, j]
             return results, results, None
         if not self.aside and not self.apart:
-            rows = room.take("all", pairs, b, i, self.n_waiting + columns.n)  # [b, i, w + q]
-        results = rows[..., self.n_waiting : self.n_waiting + columns.n]  # [b, i, q]
-        return results, rows[..., : self.n_waiting + columns.n], results[..., n_out : columns.a]
+            rows = room.take("all", pairs, b, i, w + columns.n)  # [b, i, w + q]
+        results = rows[..., w : w + columns.n]  # [b, i, q]
+        return results, rows[..., : w + columns.n], results[..., n_out : columns.a]
 
     def waiting(self, like: Chunk, rows: Tensor, columns: Columns) -> list[list[Tensor]]:
-        """What the first iteration copies from grad_x, [b, i, k] of all rows, to all results, [b, i, w + q].
+        """Copies that the first iteration makes of pairs in grad_x before it overwrites them.
+
+        Args:
+            rows: [b, i, w + q] from ``results``.
 
         Returns:
-            Pairs of where it goes and where it has waited.
+            Pairs of a view of rows and a view of grad_x, [b, i, k] of all rows.
         """
         if not columns.first or not self.waits or self.aside or self.apart:
             return []
-        place, n_first = self.place[like.batch], self.n_waiting + columns.p.n_out  # [b, i, d]
-        kept = slice(self.n_waiting), slice(n_first, self.n_kept)
+        place, n_first = self.place[like.batch], self.plan.n_waiting + columns.p.n_out  # [b, i, d]
+        kept = slice(self.plan.n_waiting), slice(n_first, self.plan.n_kept)
         return [widened(rows[..., which], place[..., which]) for which in kept]
 
     def matrix(self, samples: slice, columns: Columns) -> Tensor:
-        """M of the results of a pass, in the first iteration after M of those that wait, [b, w + q, d].
+        """M of the results of a pass, [b, q, d]; in the first iteration after M of the pairs that wait.
 
-        In the first iteration, if it is ``halved``, as the kernel reads it.
+        If it is ``halved``, M of the first iteration is as the kernel of the long path reads it.
         """
         p = columns.p
         if self.halved:
             all_columns = [*self.columns, columns] if columns.first else [columns]
             matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [1, q, d] each
-            if columns.first and self.by_rows:
-                M = torch.cat([M[0] for M in matrices])  # [w + j, d]
-                w = row_weights(M)  # [w + j, 1]
-                self.weights = w[-p.n_out :].flatten()  # [j]
-                return by_rows.arranged(M, w)
-            weights = [row_weights(M) for M in matrices]  # [1, q, 1] each
-            self.weights = weights[-1].flatten()  # [q]
-            return halves_of(matrices, weights) if columns.first else matrices[0]
+            M, self.weights = p.path.scaled_matrix(self.plan, matrices, columns.first)  # and [q]
+            return M
         if columns.first and self.waits:
             return p.pairs.stacked(self.M[samples], columns.shared)  # [b, w + q, d]
         return columns.matrix(samples, columns.shared)  # [b, q, d]

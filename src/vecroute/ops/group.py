@@ -1,4 +1,4 @@
-"""Sums over the ranks of a process group, each of which holds some of the inputs.
+"""Sums over the ranks of a process group; each rank holds some of the inputs.
 
 A group goes by its name, "" for none, so that operators can take it as an argument.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from vecroute.ops.common import Weights
 
-# Parameters that every input meets, each rank with its own: gradients are sums over the ranks.
+# Parameters that every rank applies to its own inputs, so that their gradients are sums over the ranks.
 MEET_INPUTS = ("W_A", "B_A", "W_S", "B_S", "W_use", "B_use", "W_ign", "B_ign")
 
 
 def resolve(group: str) -> dist.ProcessGroup:
-    """The group of that name."""
+    """The process group with this name."""
     return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]
 
 
@@ -74,13 +74,13 @@ class _Total(torch.autograd.Function):
 
 
 def sum_gradients(group: str, *shared: Tensor) -> tuple[Tensor, ...]:
-    """Tensors that every rank has alike and uses on its own inputs: gradients are added up over the ranks."""
+    """Tensors that all ranks share and use on their own inputs; their gradients are summed over the ranks."""
     needed = any(t.requires_grad for t in shared) and torch.is_grad_enabled()
     return _SumGradients.apply(group, *shared) if group and needed else shared
 
 
 def total(group: str, *sums: Tensor) -> tuple[Tensor, ...]:
-    """Sums over the own inputs as sums over all; from there on every rank computes, and derives, the same."""
+    """Sums over the inputs of all ranks, from sums over the own inputs; from there on all ranks agree."""
     return _Total.apply(group, *sums) if group else sums
 
 
@@ -90,7 +90,7 @@ def local_rows(parameter: Tensor) -> Tensor:
 
 
 def local_weights(group: str, w: Weights) -> Weights:
-    """The parameters as a rank uses them on its own inputs: of those with an i its own rows."""
+    """The parameters as a rank uses them on its own inputs: only its own rows of parameters with an i."""
     if w.W_use is None:
         return Weights._make(None if t is None else local_rows(t) for t in w)
     shared = sum_gradients(group, *(getattr(w, name) for name in MEET_INPUTS))
@@ -99,9 +99,9 @@ def local_weights(group: str, w: Weights) -> Weights:
 
 @contextmanager
 def together(group: str, check: bool = True) -> Iterator[dict[str, Any]]:
-    """What is raised inside on one rank is raised on all; so is a difference in what goes into the dict.
+    """If one rank raises inside, all ranks raise. They also raise if their entries in the dict differ.
 
-    Without it the others would wait for a rank that is gone. It costs one message of 24 bytes.
+    Without it, the others would wait forever for a rank that is gone. It costs one message of 24 bytes.
     """
     alike: dict[str, Any] = {}
     failure: Exception | None = None
@@ -117,7 +117,7 @@ def together(group: str, check: bool = True) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def announced(group: str) -> Iterator[None]:
-    """What is raised inside on one rank, the others are told in the ``together`` that they come to next."""
+    """If one rank raises inside, the others raise at the ``together`` that they reach next."""
     try:
         yield
     except Exception as error:
@@ -127,9 +127,9 @@ def announced(group: str) -> Iterator[None]:
 
 
 def _exchange(group: str, alike: dict[str, Any], failure: Exception | None) -> None:
-    """Raise on every rank if one of them failed, or has something that is not alike."""
+    """Raise on every rank if one of them failed, or if their entries differ."""
     process_group, digest = resolve(group), zlib.crc32(repr(alike).encode())
-    # On the CPU where the group can, so that a GPU does not have to wait.
+    # On the CPU if the group can, so that no GPU has to wait.
     device = "cpu" if "cpu:" in dist.get_backend_config(process_group) else "cuda"
     message = torch.tensor([failure is not None, digest, -digest], device=device)  # [3]
     failed, most, least = all_reduce(group, message, dist.ReduceOp.MAX).tolist()
@@ -144,7 +144,7 @@ def _exchange(group: str, alike: dict[str, Any], failure: Exception | None) -> N
 
 
 def _difference(told: list[tuple[str, dict[str, str]]]) -> str:
-    """The errors of the ranks that had one, else what they do not have alike."""
+    """The errors of the ranks that failed, else the first entry that differs."""
     errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(told) if error]
     if errors:
         return f"another rank failed: {'; '.join(errors)}"

@@ -1,7 +1,7 @@
-"""Prepared launches: everything that a launch needs, but its pointers, is bound when a plan is made.
+"""Prepared launches: a plan binds everything that a launch needs, except its pointers.
 
-A call then costs the host about 8 us for each kernel, since the driver launches what Triton has compiled. On
-a GPU pointers are integers. Where Triton interprets kernels on the CPU, they are tensors.
+A call then costs the host about 8 us for each kernel, since the CUDA driver launches the compiled kernel
+directly. Pointers are integers on a GPU, and tensors if Triton interprets kernels on the CPU.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ class Launch:
     Args:
         kernel: a ``triton.jit`` function whose parameters are pointers, then sizes, then constants.
         grid: three numbers of programs.
-        dtypes: of what the pointers point to.
+        dtypes: of the elements that the pointers point to.
         sizes: integers, in the order of the signature.
         constants: ``tl.constexpr`` parameters by name, and options of the compiler such as num_warps.
     """
@@ -51,18 +51,18 @@ class Launch:
             raise RuntimeError(f"{self}: the CUDA driver could not launch it, status {status}")
 
     def prepare(self, device: int) -> tuple:
-        """What packs the arguments, and what the driver takes before the stream."""
+        """The function that packs the arguments, and the arguments of the driver before the stream."""
         classes = tuple((n == 1, n % 16 == 0, n >= 2**31) for n in self.sizes)
         key = self.kernel, device, self.dtypes, classes, tuple(self.constants.items())
         if key not in _handles:
-            # Types stand for pointers that are aligned to 16 bytes, as all of ours are.
+            # A dtype stands for a pointer to it that is aligned to 16 bytes, as all of ours are.
             _handles[key] = self.kernel.warmup(*self.dtypes, *self.sizes, grid=self.grid, **self.constants)
         compiled = _handles[key]
         _ = compiled.run  # loads the kernel
         kinds = list(compiled.src.signature.values())[len(self.dtypes) : len(self.dtypes) + len(self.sizes)]
         sizes = [n for n, kind in zip(self.sizes, kinds, strict=True) if kind != "constexpr"]
         numbers = "".join({"i32": "i", "i64": "q"}[kind] for kind in kinds if kind != "constexpr")
-        # Behind the arguments Triton has pointers to scratch memory, which these kernels do not use.
+        # Triton appends pointers to scratch memory, which these kernels do not use.
         n_scratch = n_parameters(compiled.function) - len(self.dtypes) - len(sizes)
         packer = struct.Struct("@" + "Q" * len(self.dtypes) + numbers + "Q" * n_scratch)
         threads = 32 * compiled.metadata.num_warps
@@ -74,7 +74,7 @@ class Launch:
 
 
 class Stream:
-    """Where launches of one pass go: a CUDA stream and its cuBLAS handle, or the interpreter."""
+    """The CUDA stream of the launches of one pass, and its cuBLAS handle; or the interpreter."""
 
     __slots__ = ("address", "blas", "buffer", "device", "extra", "interpreted", "size")
 
@@ -84,7 +84,7 @@ class Stream:
             self.device: int = torch.cuda.current_device()
             self.address: int = torch._C._cuda_getCurrentRawStream(self.device)
             self.blas: int = torch.cuda.current_blas_handle()
-            # Where launches pack their arguments, of which the driver takes a copy.
+            # Launches pack their arguments here; the driver copies them.
             self.buffer, self.size = ctypes.create_string_buffer(512), ctypes.c_size_t()
             places = 1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0
             self.extra = (ctypes.c_void_p * 5)(*places)
@@ -147,7 +147,7 @@ class Product:
         check(status, self)
 
     def prepare(self, stream: Stream) -> tuple:
-        """The function, and what describes the product to it."""
+        """The function of cuBLASLt, and the objects that describe the product to it."""
         lt, (m, n, k), (a_T, b_T) = cublas_lt(), self.sizes, self.transposed
         double = self.dtype == torch.float64
         kind, compute = (1, 70) if double else (0, 77 if self.tf32 else 68)
@@ -186,7 +186,7 @@ class Product:
         lt.cublasLtMatmulPreferenceDestroy(preference)
         if not n_found.value:
             raise RuntimeError(f"cuBLASLt has no algorithm for {self}")
-        self.found = found  # as long as there is a product, there is its algorithm
+        self.found = found  # the algorithm must live as long as the product
         addresses = ctypes.addressof(self.one), ctypes.addressof(self.beta)
         values = [layout.value for layout in layouts]
         return lt.cublasLtMatmul, operation.value, *addresses, values, ctypes.addressof(found)
@@ -246,7 +246,7 @@ class Memory:
         return {name: start + offset for name, offset in self.offsets.items()}
 
     def distance(self, name: str, other: str) -> int:
-        """How many elements of the first array another begins behind it."""
+        """The distance from the start of an array to the start of another, in elements of the first."""
         return (self.offsets[other] - self.offsets[name]) // self.arrays[name][1].itemsize
 
     def tensor(self, memory: Tensor, name: str) -> Tensor:

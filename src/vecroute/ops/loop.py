@@ -7,53 +7,36 @@ The heavy work of an iteration is one *pass* over the inputs, which gives only
 Everything between two passes is small.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from vecroute.ops import passes
 from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.gradient import InputGradient, new_grad_x
-from vecroute.ops.launch import Memory
 from vecroute.ops.problem import Grads, Problem
 
 
-def saved_memory(p: Problem, n_iters: int) -> Memory:
-    """What a forward pass saves for the backward, as arrays of one allocation.
+def forward(p: Problem, phi: Tensor | None = None, outputs=None) -> tuple[Tensor, Tensor]:
+    """Run the loop.
 
-    y [t, b, j, d] and s [t, b, j] of every iteration, x_out [t - 1, b, j, h] and g [t - 1, b, j, d] before
-    every iteration but the first, f(a_inp) [b, i], what ``passes`` keep, x_hat too, sqrt(n_inp) [b, 1], and
-    copies of ``p.kept_copies``.
-    """
-    b, (j, h), (rows, i, d) = p.sqrt_n_inp.shape[0], p.w.B_F2.shape, p.x_inp.shape
-    arrays = {
-        "y": ((n_iters, b, j, d), p.dtype),
-        "s": ((n_iters, b, j), p.dtype),
-        "before": ((n_iters - 1, b, j, h), p.dtype),
-        "g": ((n_iters - 1, b, j, d), p.step_dtype),
-        "f_a_inp": ((rows, i), p.dtype),
-        "kept": passes.kept_array(p, n_iters),
-        "x_hat": passes.x_hat_array(p, n_iters),
-        "sqrt_n_inp": ((b, 1), p.dtype),
-    }
-    arrays |= {f"copy of {name}": (tuple(t.shape), dtype) for name, (t, dtype) in p.kept_copies.items()}
-    return Memory(arrays)
-
-
-def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None) -> tuple[Tensor, Tensor]:
-    """Run the loop; phi [b, i, j], where given, is filled in the last iteration, for some outputs or for all.
+    Args:
+        phi: [b, i, j] to be filled in the last iteration, or None.
+        outputs: the columns of phi that are asked for, None for all.
 
     Returns:
         x_out [b, j, h], and the memory that the backward pass needs.
     """
-    memory = saved_memory(p, n_iters)
+    n_iters, memory = p.plan.case.n_iters, p.plan.saved
     saved = memory.new(p.x_inp)
     kept_in_memory = {name: memory.tensor(saved, name) for name in memory.arrays}
     y, s, before, g, f_a_inp, kept, x_hat, sqrt_n_inp, *_ = kept_in_memory.values()
     sqrt_n_inp.copy_(p.sqrt_n_inp)
     if p.width > p.n_out and len(x_hat):
         x_hat[..., p.n_out :, :] = 0  # rows that no output has
-    for name, (original, _) in p.kept_copies.items():
-        p.copies[name] = kept_in_memory[f"copy of {name}"].copy_(original)
+    for name in p.plan.kept_copies:
+        p.copies[name] = kept_in_memory[f"copy of {name}"].copy_(p.original(name))
     M = None
     for t in range(n_iters):
         last = t == n_iters - 1
@@ -70,15 +53,15 @@ def forward(p: Problem, n_iters: int, phi: Tensor | None = None, outputs=None) -
     return x_out, saved
 
 
-def backward(p: Problem, grad_x_out: Tensor, n_iters: int, saved: Tensor, need_grad_x: bool):
+def backward(p: Problem, grad_x_out: Tensor, saved: Tensor, need_grad_x: bool):
     """Gradients of x_inp (None if not needed) and of the parameters, from grad_x_out [b, j, h]."""
-    memory = saved_memory(p, n_iters)
+    memory = p.plan.saved
     kept_in_memory = {name: memory.tensor(saved, name) for name in memory.arrays}
     y, s, before, g, f_a_inp, kept, x_hat, p.sqrt_n_inp, *_ = kept_in_memory.values()
-    p.copies.update({name: kept_in_memory[f"copy of {name}"] for name in p.kept_copies})
-    grads = passes.new_grads(p, n_iters)
+    p.copies.update({name: kept_in_memory[f"copy of {name}"] for name in p.plan.kept_copies})
+    grads = passes.new_grads(p, p.plan.case.n_iters)
     grad_x = new_grad_x(p, need_grad_x)  # [b, i, d]
-    for part in p.parts():
+    for part in p.plan.parts():
         steps = [t[:, part] for t in (y, s, before, g, x_hat)]  # [t or less, b, ...]
         inputs = [t if t is None else t[part] for t in (f_a_inp, kept, grad_x)]  # [b, i, ...]
         backward_of_part(p.of_samples(part), grad_x_out[part], steps, inputs, grads)
@@ -86,15 +69,21 @@ def backward(p: Problem, grad_x_out: Tensor, n_iters: int, saved: Tensor, need_g
 
 
 def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads) -> None:
-    """The same of some samples: fill grad_x [b, i, d] and add to grads."""
+    """``backward`` for some samples: fill grad_x [b, i, d] and add to grads.
+
+    Args:
+        steps: y, s, before, g and x_hat of all iterations, [t or less, b, ...] each.
+        inputs: f_a_inp [b, i], kept [b, i, k] and grad_x [b, i, d] or None.
+    """
     (y, s, before, g, x_hat), (f_a_inp, kept, grad_x) = steps, inputs
     n_iters = y.shape[0]
-    into = InputGradient(p, n_iters, grad_x, None if p.variable else grads["W_A"])
+    into = InputGradient(p, grad_x, None if p.variable else grads["W_A"])
     grad_f = torch.zeros_like(f_a_inp)  # [b, i]
     for t in reversed(range(n_iters)):
         M = into.new_matrix(p, first=t == 0)  # [b, j or 2 j, d]
         grad_s = p.steps.outputs_backward(p, grad_x_out, y[t], s[t], grads, block_of(p, M, 0))  # [b, j]
-        g_t, kept_t = g[t - 1] if t > 0 else None, passes.kept_in(p, kept, t)  # [b, j, d], [b, i, k]
+        g_t: Any = g[t - 1] if t > 0 else None  # [b, j, d]
+        kept_t = passes.kept_in(p, kept, t)  # [b, i, k]
         if len(x_hat) and t > 0:
             M[:, p.width :] = x_hat[t - 1]  # [b, j, d]
         elif t > 0:
@@ -103,7 +92,7 @@ def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads
         grad_x_hat = passes.backward_pass(
             p, g_t, f_a_inp, kept_t, M, grad_s, into, grad_f, grads, fresh
         )  # [b, j, d]
-        del M  # of many small samples, what is [b, j, d] takes more memory than the rest
+        del M  # with many small samples, tensors [b, j, d] take more memory than all others
         if t > 0:
             p.total(grad_x_hat)
             grad_x_out = p.steps.predictions_backward(

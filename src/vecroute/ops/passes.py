@@ -5,9 +5,9 @@ With c_sum = beta_use + beta_ign and c_ign = beta_ign, the coefficients of an it
     phi_ij = f(a_inp_i) (c_sum_ij R_ij - c_ign_ij).
 
 A pass multiplies x_inp with the rows of one matrix M (see ``Columns``), which gives ``pairs`` [b, i, q], all
-that depends on a pair i, j side by side. What is done to each pair is in ``p.pairs`` (``chunked``: plain
-PyTorch, ``fused``: Triton). Nothing of size i x j outlives its chunk but what is kept (``new_kept``), within
-a budget, and the pairs that wait in ``InputGradient``.
+that depends on a pair i, j side by side. ``p.pairs`` is what is done to each pair, in plain PyTorch
+(``chunked``) or Triton (``fused``). Only two things of size i x j outlive their chunk: kept arrays, within a
+budget (``Plan.kept``), and the pairs that wait in ``InputGradient``.
 """
 
 from typing import Any
@@ -17,69 +17,33 @@ from torch import Tensor
 
 from vecroute.ops.chunks import Room, alike, as_operand, chunks, inputs, of_chunk
 from vecroute.ops.columns import Columns
-from vecroute.ops.common import multiple_of_8
-from vecroute.ops.matmul import (
-    accumulate,
-    accumulate_over_inputs,
-    over_batch,
-)
-from vecroute.ops.paths.long import clusters, rounded
+from vecroute.ops.matmul import accumulate, accumulate_over_inputs, over_batch
 from vecroute.ops.pieces import between_pieces
-from vecroute.ops.problem import SMALL_COPY, Grads, Problem, over_samples
-
-# One part in so many of x_inp that buffers of a forward pass may take on a GPU, by whether the length is
-# variable: with all else, 2 % of inputs and parameters. A backward pass has more (``InputGradient.share``).
-FORWARD_SHARE = {False: 22, True: 64}
+from vecroute.ops.plan.rows import backward_row, forward_row
+from vecroute.ops.problem import Grads, Problem, over_samples
 
 
-def new_kept(p: Problem, n_iters: int) -> Tensor:
-    """Memory of ``kept_array``."""
-    shape, dtype = kept_array(p, n_iters)
+def new_kept(p: Problem) -> Tensor:
+    """Memory for ``Plan.kept``."""
+    shape, dtype = p.plan.kept
     return p.x_inp.new_empty(shape, dtype=dtype)  # [b, i, k]
 
 
-def kept_array(p: Problem, n_iters: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of what is kept of every pair, [b, i, k]; none if it costs no product or does not fit.
-
-    Of a variable length that is c_sum and c_ign, for ``fused`` as a product gives them: before a_inp. Of a
-    fixed length, on a CPU or with many outputs, the dot product of every iteration but the first; else a GPU
-    multiplies as fast as it would read them.
-    """
-    b, i = p.x_inp.shape[:2]
-    k = 2 * p.n_out if p.variable else (n_iters - 1) * p.width
-    if p.variable and p.implementation == "fused":
-        k = multiple_of_8(k + 1)
-    keep = n_iters > 1 and b * i * k * p.pair_dtype.itemsize <= p.tuning.keep_bytes
-    keep &= p.variable or p.x_inp.device.type == "cpu" or p.pair_dtype != p.dtype
-    return (b if keep else 0, i, k), p.pair_dtype
-
-
-def x_hat_array(p: Problem, n_iters: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of the matrices of the scores, [t - 1, b, j, d], where a copy is faster to have.
-
-    That is where they are small, and rounded: what they are made of is not.
-    """
-    b, j, d = p.sqrt_n_inp.shape[0], p.width, p.w.W_F1.shape[1]  # not len, a constant for compilers
-    size = (n_iters - 1) * b * j * d * p.operand_dtype.itemsize
-    keep = p.pair_dtype != p.dtype and size <= min(SMALL_COPY, p.tuning.keep_bytes)
-    return (n_iters - 1 if keep else 0, b, j, d), p.operand_dtype
-
-
 def kept_in(p: Problem, kept: Tensor, t: int) -> Tensor:
-    """What iteration t fills or reads of it."""
+    """The columns of a kept array that iteration t fills or reads."""
     return kept if p.variable else kept[..., max(0, t - 1) * p.width : t * p.width]  # [b, i, k]
 
 
 def new_grads(p: Problem, n_iters: int) -> Grads:
-    """Gradients of the parameters with an i, which live once: a backward writes them, then adds to them.
+    """Memory for gradients of the parameters with an i, which the passes of a backward write or add to.
 
-    B_A is not among them: its gradient comes from that of a_inp, at last. That of W_A is not added to where
-    there is one sample, so it need not be in the dtype of sums.
+    B_A is not among them: its gradient is a sum over the gradient of a_inp, taken at the end. With one sample
+    nothing is added to the gradient of W_A, so that it need not be in the dtype of sums.
     """
     if p.variable:
         return Grads()
     names = ("W_A", "beta_use", "beta_ign") + (("W_S", "B_S") if n_iters > 1 else ())
-    new = torch.empty_like if len(p.x_inp) else torch.zeros_like  # of no sample there is none to write them
+    new = torch.empty_like if len(p.x_inp) else torch.zeros_like  # without samples nothing writes to them
     grads = {name: new(getattr(p.w, name), dtype=p.dtype) for name in names}
     if len(p.x_inp) == 1:
         grads["W_A"] = new(p.w.W_A)  # [i, d]
@@ -102,19 +66,15 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         outputs: the columns of phi to write, None for all.
     """
     first = M is None
-    if phi_out is None and clusters.can_iterate(p, first):
-        return clusters.iterate(p, M, f_a_inp, y, s)
+    if p.plan.clusters and phi_out is None:
+        return p.path.iterate(p, M, f_a_inp, y, s)
     if not writes(p):
         y.zero_()
         s.zero_()
     columns, room = Columns(p, M, kept, first=first, forward=True), Room()
-    dtype = p.dtype if phi_out is not None else p.pair_dtype
-    row = columns.n_computed + p.n_out
-    if dtype != p.dtype:
-        row = row // 2  # pairs and phi are bfloat16
-    elif p.operand_dtype != p.dtype:
-        row += p.n_out // 2  # phi, rounded to be multiplied
-    for same in alike(chunks(p, row, FORWARD_SHARE[p.variable])):
+    dtype = p.dtype if phi_out is not None else p.plan.pair_dtype
+    row = forward_row(p.plan, first, dtype != p.dtype)
+    for same in alike(chunks(p, row, p.plan.forward_share)):
         like = same[0]
         f, y_b = f_a_inp[like.batch], y[like.samples]  # [b, i], [b, j, d]
         pairs = columns.kept_whole(like, dtype)  # [b, i, j]
@@ -127,7 +87,7 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         phi, to_sum, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, dtype, room)  # and [b, j, k]
         phi_T, add_sum = phi.mT, p.pairs.summer(s[like.samples], to_sum)  # [b, j, i]
         for chunk in same:
-            if p.x_inp.is_cpu:
+            if p.plan.on_cpu:
                 between_pieces()
             x = inputs(p, chunk)  # [b, i, d]
             if first and not p.variable:
@@ -145,15 +105,15 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
 def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, fresh) -> Tensor:
     """Gradient of one iteration: adds to grad_f, grads and ``into``, and returns grad_x_hat [b, j, d].
 
-    A fresh pass, the first of a backward, writes what has an i instead of adding to it.
-    ``pairs`` = x M^T turn into phi, which belongs to grad_y, and the gradients of the other columns: one
-    product with x_inp sums these over i, which is the gradient of M, one with M itself is grad_x.
-    The pass of the first iteration leaves the gradient of W_A x_inp in grad_f.
+    The pass turns pairs = x M^T into results: phi in the columns of grad_y, gradients in the others. The
+    product of the results with x_inp is the gradient of M, their product with M is grad_x. The pass of the
+    first iteration leaves the gradient of W_A x_inp in grad_f.
 
     Args:
         g: [b, j, d] from ``predicted``, or None in the first iteration.
         kept: from ``kept_in``.
-        M: [b, j or 2 j, d] grad_y, and where there is a g the matrix of the scores.
+        M: [b, j or 2 j, d] grad_y, and if there is a g the matrix of the scores.
+        fresh: whether this is the first pass of a backward, which writes gradients instead of adding.
     """
     first, room = g is None, Room()
     columns = Columns(p, M, kept, first=first, forward=False, adds_up=into.waits)
@@ -164,10 +124,10 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
     sums = new_sums(len(M), n_summed)  # [b, q - j]
     samples: Any = None
     n_pairs = max(columns.n_computed, columns.n_own, 0 if into.waits else columns.n)
-    dtype = p.dtype if into.waits else p.pair_dtype
-    if into.by_rows and rounded.can_multiply(p):
+    dtype = p.dtype if into.waits else p.plan.pair_dtype
+    if into.halved and p.plan.rounded_products:
         dtype = torch.bfloat16
-    row = n_pairs * dtype.itemsize // p.dtype.itemsize + into.n_besides(columns)
+    row = backward_row(p.plan, first, into.waits, dtype.itemsize)
     for same in alike(chunks(p, row, into.share)):
         like = same[0]
         if samples != like.samples:
@@ -186,7 +146,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
         total_M = grad_M if first else grad_M[samples]  # [b or 1, q - j, d]
         add_sum = p.pairs.summer(sums[samples], of_chunk(to_sum, like).mT) if p.variable else None
         for chunk in same:
-            if p.x_inp.is_cpu:  # a GPU is soon done, and its settings of precision are those of the process
+            if p.plan.on_cpu:  # a GPU is done soon, and callers could change its precision in between
                 between_pieces()
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
             operand = as_operand(p, x, chunk)  # [b, i, d]

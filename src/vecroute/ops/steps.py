@@ -1,6 +1,6 @@
-"""The routing loop one iteration at a time, for whoever decides after each of them whether to go on.
+"""The routing loop one iteration at a time, for callers that decide after each whether to go on.
 
-``step(None)`` is the first iteration, under the flat prior; ``step(x_out)`` is one that starts from x_out.
+``step(None)`` is the first iteration, under the flat prior; ``step(x_out)`` starts from x_out.
 """
 
 from typing import Any
@@ -10,27 +10,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vecroute.ops import passes
-from vecroute.ops.autograd import n_columns, operator_arguments, problem, tf32_under_autocast
+from vecroute.ops.autograd import operator_arguments, plan_of, problem, tf32_under_autocast
 from vecroute.ops.columns import block_of, new_matrix
 from vecroute.ops.common import Weights
 from vecroute.ops.gradient import InputGradient, new_grad_x
 
 
 class StreamedSteps:
-    """Iterations of a streamed implementation; what is the same in all of them is computed once.
+    """Iterations of a streamed implementation, which share activations and kept arrays.
 
-    Args: as ``route_streamed`` has them.
+    Args:
+        x_inp, weights, args, cu_seqlens, options: as ``route_streamed`` has them.
     """
 
     def __init__(self, x_inp: Tensor, weights: Weights, *args, cu_seqlens: Tensor | None, **options):
-        # With their graph: x [b, i, d] and the parameters.
+        # x [b, i, d] and the parameters have their graph here, but not in the problem.
         self.x, self.weights, *rest = operator_arguments(
             x_inp, weights, *args, cu_seqlens=cu_seqlens, **options
         )
-        self.p = problem(self.x.detach(), [w.detach() for w in self.weights], *rest)
+        call: Any = self.x.detach(), [w.detach() for w in self.weights], *rest
+        self.p = problem(plan_of(*call, 2, one_by_one=True), *call)
         self.f_a_inp = self.x.new_empty(self.p.x_inp.shape[:2], dtype=self.p.dtype)  # [b, i]
-        self.kept = passes.new_kept(self.p, 2 if self.p.variable else 1)  # no dot products
-        self.ij = x_inp.shape[:-1]  # without the j
+        self.kept = passes.new_kept(self.p)
+        self.lead = x_inp.shape[:-1]  # the shape of phi, without j
         with torch.no_grad():
             first = self.forward(None)[0]  # [b, j, h]
         batch = x_inp.shape[:-2] if cu_seqlens is None else first.shape[:1]
@@ -42,9 +44,9 @@ class StreamedSteps:
             return self.first, None
         phi = None
         if need_phi:
-            columns = n_columns(self.p, need_phi, outputs)
+            columns = self.p.n_out if outputs is None else len(outputs)
             phi = (
-                self.x.new_empty(*self.ij, columns, dtype=self.p.dtype) if phi_out is None else phi_out
+                self.x.new_empty(*self.lead, columns, dtype=self.p.dtype) if phi_out is None else phi_out
             )  # [..., i, j]
         fill = (
             None if phi is None else phi.view(*self.p.x_inp.shape[:2], phi.shape[-1]),
@@ -80,14 +82,14 @@ class StreamedSteps:
         """Gradients of x_out [b, j, h], of x_inp (None if not needed) and of the parameters.
 
         Args:
-            need_weights: whether all of them are needed, or that of x_out alone.
+            need_weights: whether gradients of the parameters are needed, or only the gradient of x_out.
         """
         p = self.p
         grads = passes.new_grads(p, 2)
         grad_f = torch.zeros_like(self.f_a_inp)  # [b, i]
         shared = self.f_a_inp, self.kept
         with tf32_under_autocast(p):
-            into = InputGradient(p, 2, new_grad_x(p, need_grad_x), None if p.variable else grads["W_A"])
+            into = InputGradient(p, new_grad_x(p, need_grad_x), None if p.variable else grads["W_A"])
             g = p.steps.predicted(p, x_out)  # [b, j, d]
             M = into.new_matrix(p, first=False)  # [b, 2 j, d]
             grad_s = p.steps.outputs_backward(p, grad, y, s, grads, block_of(p, M, 0))  # [b, j]
@@ -98,7 +100,7 @@ class StreamedSteps:
             p.total(grad_x_hat)
             grad_x_out = p.steps.predictions_backward(p, grad_x_hat, x_out, g, grads)  # [b, j, h]
             if need_weights or need_grad_x:
-                # f(a_inp) is of the first iteration, whose outputs have no gradient here.
+                # The pass of the first iteration turns grad_f into gradients. Its own outputs have none here.
                 M, zero_s = into.new_matrix(p, first=True).zero_(), torch.zeros_like(grad_s)  # and [b, j]
                 passes.backward_pass(p, None, *shared, M, zero_s, into, grad_f, grads, fresh=False)
         return grad_x_out, into.grad_x, grads
@@ -113,7 +115,7 @@ class _Step(torch.autograd.Function):
     ) -> Tensor:
         x_new, y, s = steps.forward(x_out, *fill)
         ctx.steps = steps
-        # x_inp and the parameters are in steps too; saved, autograd sees if someone changes them.
+        # x_inp and the parameters are in steps too. They are saved so that autograd notices if they change.
         ctx.save_for_backward(x_out, y, s, x, *weights)
         return x_new  # [b, j, h]
 

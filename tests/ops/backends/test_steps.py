@@ -8,13 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vecroute as vr
+from tests.helpers.problems import problem_of
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import twin, upstream
-from vecroute.ops import Tuning
-from vecroute.ops.autograd import operator_arguments, problem
 from vecroute.ops.backends.fused import norm as fused_norm
-from vecroute.ops.backends.fused import steps as fused_steps
 from vecroute.ops.common import cdiv, next_power_of_2
+from vecroute.ops.plan.blocks import parts_of_samples
 from vecroute.ops.problem import Grads, Problem
 
 SIZES = [  # b, n_out, d_inp, d_out
@@ -38,11 +37,8 @@ def make(implementation, b, n_out, d_inp, d_out, *, fixed=True, dtype=torch.floa
     sizes = {"n_inp": 3 if fixed else None, "n_out": n_out, "d_inp": d_inp, "d_out": d_out}
     layer = with_noise(vr.VectorRouting(**sizes, dtype=dtype))
     mask = (torch.arange(3) < torch.arange(b)[:, None] % 3 + 1).expand(b, 3)  # [b, i]
-    arguments = operator_arguments(
-        torch.randn(b, 3, d_inp, dtype=dtype), layer.weights(), mask, None, 0.5,
-        implementation=implementation, tuning=Tuning(),
-    )  # fmt: skip
-    p = problem(*arguments)
+    x_inp = torch.randn(b, 3, d_inp, dtype=dtype)
+    p = problem_of(layer, x_inp, implementation, input_mask=mask)
     p.w = type(p.w)._make(None if w is None else w.detach() for w in p.w)
     return p
 
@@ -104,10 +100,10 @@ def test_predictions_and_their_gradients(implementation, size, fixed, added, nan
 
 def test_parts_of_samples():
     """As many as keep a GPU busy, and as a grid may have."""
-    assert fused_steps.parts_of(200, 14) == (3, 67)
-    assert fused_steps.parts_of(32, 14) == (1, 32)
-    assert fused_steps.parts_of(10_000, 2**18) == (1, 10_000)
-    assert fused_steps.parts_of(10**7, 1) == (1024, 9766)
+    assert parts_of_samples(200, 14) == (3, 67)
+    assert parts_of_samples(32, 14) == (1, 32)
+    assert parts_of_samples(10_000, 2**18) == (1, 10_000)
+    assert parts_of_samples(10**7, 1) == (1024, 9766)
 
 
 @pytest.mark.parametrize("size", [(1, 5, 9), (2, 7, 300), (1, 3, 2500), (3, 1, 2), (2, 3, 1)], ids=str)
@@ -140,7 +136,7 @@ def test_rounded_operands(b, monkeypatch, nan_filled_memory):
         return {**grads, **found, "grad_s": grad_s, "grad_x_out": grad_x_out}
 
     exact = results()
-    monkeypatch.setattr(p, "step_dtype", torch.bfloat16)
+    monkeypatch.setitem(vars(p.plan), "step_dtype", torch.bfloat16)
     for name, value in results().items():
         error = (value - exact[name]).norm() / exact[name].norm()
         if name in ("B_F2", "B_G2", "grad_s"):

@@ -6,17 +6,19 @@ import torch
 from triton.runtime import interpreter
 
 import vecroute as vr
+from tests.helpers.problems import problem_of
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import rms, twin, upstream
-from vecroute.ops import Tuning, gradient, loop, passes
-from vecroute.ops import problem as problems
-from vecroute.ops.autograd import operator_arguments, problem
+from vecroute.ops import Tuning, loop
+from vecroute.ops.autograd import operator_arguments
 from vecroute.ops.backends.fused import pairs as fused
 from vecroute.ops.backends.fused import steps as fused_steps
 from vecroute.ops.chunks import Chunk, Room, as_operand
 from vecroute.ops.columns import new_matrix
 from vecroute.ops.passes import new_kept
 from vecroute.ops.paths import wide
+from vecroute.ops.plan import Plan
+from vecroute.ops.problem import Grads, Problem
 
 CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((), 40, 24, 2, 0),
@@ -40,9 +42,9 @@ def rounded(values, dtype, to, mode, cut_off=interpreter._convert_float):
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch):
+def device(monkeypatch, limits):
     """A GPU where there is one, elsewhere Triton's interpreter; and few outputs are many."""
-    monkeypatch.setattr(problems, "MANY_OUTPUTS", 8)
+    limits(WIDE_OUTPUTS=(8, 4096))
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
         yield device
@@ -77,9 +79,9 @@ def saved(monkeypatch):
     """A list with an entry for each forward pass: the arrays that it saves for the backward, by name."""
     saved, forward = [], loop.forward
 
-    def seen(p, n_iters, *args):
-        x_out, memory = forward(p, n_iters, *args)
-        arrays = loop.saved_memory(p, n_iters)
+    def seen(p, *args):
+        x_out, memory = forward(p, *args)
+        arrays = p.plan.saved
         saved.append({name: arrays.tensor(memory, name) for name in arrays.arrays})
         return x_out, memory
 
@@ -126,7 +128,7 @@ def test_errors_are_those_of_autocast(case, nan_filled_memory):
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 def test_steps_are_rounded_too(batch, n_inp, n_out, monkeypatch, nan_filled_memory):
     """As they are on a GPU."""
-    monkeypatch.setattr(problems.Problem, "step_dtype", torch.bfloat16)
+    monkeypatch.setattr(Plan, "step_dtype", torch.bfloat16)
     assert_within_autocast(make(n_inp, n_out, 3), torch.randn(*batch, 40, 32))
 
 
@@ -135,13 +137,13 @@ def test_rows_of_whole_16_bytes(nan_filled_memory):
     layer, x_inp = make(40, 20, 2, d_inp=128), torch.randn(40, 128)
     p = make_problem(layer, x_inp)
     M = new_matrix(p, 2)  # [1, 48, d]
-    assert (p.width, M.shape[1], new_kept(p, 2).shape[2]) == (24, 48, 24)
+    assert (p.width, M.shape[1], new_kept(p).shape[2]) == (24, 48, 24)
     assert not M[:, 20:24].any()
     assert not M[:, 44:].any()
-    assert not gradient.InputGradient(p, 2, torch.empty(1, 40, 128)).waits
+    assert not p.plan.waits_in
     aligned = make_problem(make(40, 24, 2, d_inp=128), x_inp)
     assert aligned.width == 24
-    assert gradient.InputGradient(aligned, 2, torch.empty(1, 40, 128)).waits
+    assert aligned.plan.waits_in == "grad_W_A"
     assert_within_autocast(layer.requires_grad_(), x_inp)
 
 
@@ -167,9 +169,8 @@ def test_what_is_rounded(dtypes):
     assert not torch.equal(phi, phi.bfloat16().float())
 
 
-def test_sums_of_phi_are_of_what_it_was_before(dtypes, monkeypatch):
+def test_sums_of_phi_are_of_what_it_was_before(dtypes):
     """Not rounded: then they have the digits of float32 where products have those of bfloat16."""
-    monkeypatch.setattr(wide, "n_processors", lambda device: 2)
     p = make_problem(make(40, 24, 2), torch.randn(40, 32))
     like, room, f = Chunk(slice(0, 1), slice(0, 1), slice(0, 40)), Room(), torch.rand(1, 40)
     dot = torch.randn(1, 40, 24).bfloat16()
@@ -197,9 +198,9 @@ def test_extreme_scores(shift, n_iters):
     "which",
     ["fewer outputs", "more outputs", "not aligned", "any length", "float32", "masked", "waiting"],
 )
-def test_other_pairs_are_not_rounded(which, dtypes, monkeypatch):
+def test_other_pairs_are_not_rounded(which, dtypes, limits):
     """Those that wait until the end of a backward are in float32 from its beginning."""
-    monkeypatch.setattr(problems, "MOST_OUTPUTS", 15 if which == "more outputs" else 16)
+    limits(WIDE_OUTPUTS=(8, 15 if which == "more outputs" else 16))
     d = 48 if which == "waiting" else 32
     n_out = {"fewer outputs": 4, "not aligned": 14}.get(which, 16)
     layer = make(None if which == "any length" else 20, n_out, 2, d_inp=d)
@@ -230,12 +231,12 @@ def test_dot_products_are_kept_for_a_backward_alone(missing, saved, nan_filled_m
     assert kept[0].isfinite().all()
 
 
-def test_x_hat_is_made_once_if_it_is_small(monkeypatch, nan_filled_memory):
+def test_x_hat_is_made_once_if_it_is_small(monkeypatch, limits, nan_filled_memory):
     made, scores_matrix, n_iters = [], fused_steps.scores_matrix, 3
     monkeypatch.setattr(fused_steps, "scores_matrix", lambda *args: made.append(1) or scores_matrix(*args))
     layer, x_inp, results = make(20, 16, n_iters), torch.randn(20, 32), []
     for missing in (0, 1):
-        monkeypatch.setattr(passes, "SMALL_COPY", (n_iters - 1) * 16 * 32 * 2 - missing)
+        limits(SMALL_COPY=(n_iters - 1) * 16 * 32 * 2 - missing)
         results.append({name: value.clone() for name, value in under_autocast(layer, x_inp).items()})
         assert len(made) == (n_iters - 1) * (3 if missing else 1)
     for name, value in results[0].items():
@@ -250,19 +251,17 @@ def test_kept_dot_products_can_be_used_twice():
     assert torch.equal(first, second)
 
 
-def make_problem(layer: vr.VectorRouting, x_inp: torch.Tensor, **tuning: int) -> problems.Problem:
-    options = {"implementation": "fused", "tuning": Tuning(**tuning)}
+def make_problem(layer: vr.VectorRouting, x_inp: torch.Tensor, **tuning: int) -> Problem:
     with torch.autocast(x_inp.device.type, torch.bfloat16):
-        return problem(
-            *operator_arguments(x_inp, layer.requires_grad_(False).weights(), None, None, 0.5, **options)
-        )
+        tuning = Tuning(**tuning) if tuning else None
+        return problem_of(layer.requires_grad_(False), x_inp, tuning=tuning)
 
 
 @pytest.mark.parametrize("missing", [0, 1], ids=["small", "not small"])
-def test_x_inp_is_rounded_once_if_it_is_small(missing, monkeypatch):
+def test_x_inp_is_rounded_once_if_it_is_small(missing, limits):
     """Whether or not a backward will come."""
     x_inp, rows = torch.randn(20, 32), slice(5, 20)
-    monkeypatch.setattr(problems, "SMALL_COPY", 2 * x_inp.numel() - missing)
+    limits(SMALL_COPY=2 * x_inp.numel() - missing)
     p = make_problem(make(20, 16, 2), x_inp, keep_bytes=0)
     once, again = (as_operand(p, p.x_inp[:, rows], Chunk(slice(0, 1), slice(0, 1), rows)) for _ in range(2))
     assert torch.equal(once[0], x_inp[5:].bfloat16())
@@ -277,14 +276,14 @@ def test_copies_are_kept_for_the_backward(monkeypatch, saved):
         """Shapes of the copies that the last forward pass saved."""
         return {name: tuple(t.shape) for name, t in saved[-1].items() if name.startswith("copy of")}
 
-    monkeypatch.setattr(problems.Problem, "step_dtype", torch.bfloat16)
-    made, in_dtype = [], problems.Problem.in_dtype
+    monkeypatch.setattr(Plan, "step_dtype", torch.bfloat16)
+    made, in_dtype = [], Problem.in_dtype
 
     def seen(p, name, *args):
         made.extend([name] if name not in p.copies else [])
         return in_dtype(p, name, *args)
 
-    monkeypatch.setattr(problems.Problem, "in_dtype", seen)
+    monkeypatch.setattr(Problem, "in_dtype", seen)
     layer, x_inp = make(20, 16, 2), torch.randn(20, 32, requires_grad=True)
     stored = []
     with (
@@ -311,7 +310,7 @@ def test_copies_are_kept_for_the_backward(monkeypatch, saved):
 def test_opcheck(steps, monkeypatch, nan_filled_memory):
     """What is kept has the size that compilers are promised; memory that nobody wrote to is all alike."""
     if steps == "rounded":
-        monkeypatch.setattr(problems.Problem, "step_dtype", torch.bfloat16)
+        monkeypatch.setattr(Plan, "step_dtype", torch.bfloat16)
     layer = make(9, 8, 2, d_inp=4, d_out=2)
     options = {"implementation": "fused", "tuning": layer.tuning}
     x_inp = torch.randn(2, 9, 4, requires_grad=True)
@@ -323,8 +322,8 @@ def test_opcheck(steps, monkeypatch, nan_filled_memory):
 
 def test_weights_are_rounded_once(monkeypatch):
     p = make_problem(make(20, 16, 2), torch.randn(20, 32))
-    monkeypatch.setattr(p, "step_dtype", torch.bfloat16)
-    y, s, grads = torch.randn(1, 16, 32), torch.randn(1, 16), problems.Grads()
+    monkeypatch.setitem(vars(p.plan), "step_dtype", torch.bfloat16)
+    y, s, grads = torch.randn(1, 16, 32), torch.randn(1, 16), Grads()
     x_out = p.steps.outputs(p, y, s)
     p.steps.predictions_backward(p, y, x_out, p.steps.predicted(p, x_out), grads)
     p.steps.outputs_backward(p, x_out, y, s, grads, torch.empty_like(y))

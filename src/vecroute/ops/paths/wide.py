@@ -1,10 +1,11 @@
-"""Triton kernels over pairs for many outputs of a fixed length, in the words of ``fused_pairs``.
+"""Many outputs of a fixed length in bfloat16: Triton kernels over whole rows of pairs.
 
-A program has whole rows, one after another, so that nothing is loaded twice. Pairs are bfloat16: dot
-products, phi and their gradients. Parameters and their gradients are not, nor is anything in between.
+A program has whole rows, one after another, so that it loads nothing twice. Pairs are bfloat16: dot products,
+phi and their gradients. Parameters, their gradients and everything in between are float32.
+``backends/fused/pair_kernels`` explains the names in kernels.
 """
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 import triton
@@ -14,7 +15,8 @@ from torch import Tensor
 from vecroute.ops.backends.fused.pair_kernels import in_units
 from vecroute.ops.chunks import Chunk, Room, has_all_rows
 from vecroute.ops.columns import Columns
-from vecroute.ops.common import cdiv, next_power_of_2
+from vecroute.ops.common import cdiv
+from vecroute.ops.plan.blocks import of_whole_rows
 from vecroute.ops.problem import Problem
 
 
@@ -28,7 +30,7 @@ def scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m):
 
 @triton.jit
 def logistic(z, m):
-    """f(z), 0 outside, and 1 - f(z), of which no digits are lost where f(z) is almost 1."""
+    """f(z), 0 outside, and 1 - f(z), which keeps its digits if f(z) is almost 1."""
     small = tl.exp(-tl.abs(z))
     large = 1.0 / (1.0 + small)
     small *= large
@@ -37,13 +39,13 @@ def logistic(z, m):
 
 @triton.jit
 def of_small(dot, W_S, B_S, o_dot, o_S, o_j, m):
-    """What f(z) is proportional to where all of a row are almost 0: exp(z), over the greatest of them."""
+    """exp(z) over the greatest of its row: proportional to f(z) if all f(z) of the row are almost 0."""
     z, _, _ = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
     z = tl.where(m, z, -float("inf"))
     return tl.exp(z - tl.max(z, 0))
 
 
-# Strides are not looked at, so that all pairs of a row are spread over the threads alike: by VEC.
+# Triton does not specialise on strides here, so that it spreads all pairs of a row over the threads by VEC.
 @triton.jit(do_not_specialize=["start", "n_rows", "n_inp", "n_out", "dot_i", "phi_i"])
 def rows_kernel(
     dot,  # [b, i, j], where FIRST not read
@@ -103,7 +105,7 @@ def give(pointer, value, m, ADD: tl.constexpr):
 @triton.jit(do_not_specialize=["start", "grad_start", "n_rows", "n_inp", "n_out", "pairs_i", "width", "dot_0",
                                "dot_i", "waiting_i"])  # fmt: skip
 def rows_backward_kernel(
-    pairs,  # [b, i, ...] grad_phi, which becomes phi; where not FIRST that of dot goes to column width
+    pairs,  # [b, i, ...] grad_phi, turned into phi; unless FIRST the gradient of dot goes to column width
     dot,  # [b, i, ...] from column dot_0 on; where FIRST not read
     beta_use, beta_ign, W_S, B_S, f,  # as above
     sqrt_n_inp,  # [b]
@@ -117,7 +119,7 @@ def rows_backward_kernel(
     f_b, grad_s_b,
     FIRST: tl.constexpr,
     ADD: tl.constexpr,  # whether these gradients are added to
-    WAITS: tl.constexpr,  # whether, until FIRST, gradients of c_sum and minus those of c_ign wait instead
+    WAITS: tl.constexpr,  # whether gradients of c_sum, and of c_ign times -1, wait until FIRST
     STAGES: tl.constexpr,
     BLOCK_J: tl.constexpr,
     VEC: tl.constexpr,
@@ -138,7 +140,7 @@ def rows_backward_kernel(
         grad_phi = tl.load(p_pairs, mask=m, other=0.0).to(tl.float32)
         grad_phi += b_s
         p_waiting = waiting + (o_pair + grad_start) * waiting_i * VEC + o_j
-        if ADD and WAITS:  # all of a row is loaded before the sums below, and written after them
+        if ADD and WAITS:  # load all of a row before the sums below, store it after them
             used_before = tl.load(p_waiting, mask=m, other=0.0).to(tl.float32)
             ignored_before = tl.load(p_waiting + n_out, mask=m, other=0.0).to(tl.float32)
         if FIRST:
@@ -148,7 +150,7 @@ def rows_backward_kernel(
             o_dot = (o_pair * dot_i + dot_0) * VEC
             z, b_dot, b_W = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
             R, rest = logistic(z, m)
-            # All at once, since a sum waits for all threads.
+            # Three sums at once, since each sum waits for all threads.
             ignored, of_row, used = tl.reduce((b_ign * grad_phi, R, R * (b_sum * grad_phi)), 0, add_three)
             if of_row < 1e-30:
                 R = of_small(dot, W_S, B_S, o_dot, o_S, o_j, m)
@@ -182,38 +184,18 @@ def rows_backward_kernel(
         tl.store(p_f, of_f)
 
 
-@cache
-def n_processors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has; a few for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def blocks_of_rows(n_out: int, *, first: bool, backward: bool) -> dict[str, int]:
-    """How the kernels are compiled, and how many programs of them a multiprocessor has at once.
-
-    Each thread has eight outputs or so, and as many registers as leave room for those programs.
-    """
-    block_j = next_power_of_2(n_out)
-    num_warps = max(4, min(16, block_j // 256))
-    maxnreg = 128 if backward and not first else 64
-    return {
-        "BLOCK_J": block_j, "STAGES": 2, "num_warps": num_warps, "maxnreg": maxnreg,
-        "programs": 65536 // (maxnreg * 32 * num_warps),
-    }  # fmt: skip
-
-
-def cut(like: Chunk, device: torch.device, programs: int) -> tuple[int, int]:
-    """How many programs a sample has, and how many rows each of them."""
+def cut(p: Problem, like: Chunk, programs: int) -> tuple[int, int]:
+    """How many programs a sample has, and how many rows each program has."""
     b, i = like.shape
-    n_rows = cdiv(i * b, n_processors(device) * programs)
+    n_rows = cdiv(i * b, p.plan.case.device.processors * programs)
     return cdiv(i, n_rows), n_rows
 
 
 def coefficients(p: Problem, like: Chunk, dot, f: Tensor, dtype: torch.dtype, room: Room):
     """As ``chunked.coefficients``."""
     (b, i), first = like.shape, dot is None
-    blocks = blocks_of_rows(p.n_out, first=first, backward=False)
-    n_programs, n_rows = cut(like, f.device, blocks.pop("programs"))
+    blocks = of_whole_rows(p.n_out, first=first, backward=False)
+    n_programs, n_rows = cut(p, like, blocks.pop("programs"))
     phi = room.take("phi", f, b, i, p.width, dtype=dtype)[..., : p.n_out]  # [b, i, j]
     sums = room.take("sums", f, b, n_programs, p.n_out)  # [b, k, j]
     dot = phi if dot is None else dot  # [b, i, j]
@@ -226,13 +208,15 @@ def coefficients(p: Problem, like: Chunk, dot, f: Tensor, dtype: torch.dtype, ro
 
 
 def backward(p: Problem, like: Chunk, pairs, columns: Columns, f, grad_s, grad_f, grads, stored: bool):
-    """As ``fused.backward``, in place; grads are those of beta_use, beta_ign, and W_S and B_S, [b, i, j].
+    """As ``backends.fused.pairs.backward``, in place.
 
-    If there is one sample those of the betas wait for the first iteration in the rows of that of beta_use.
+    Args:
+        grads: gradients of beta_use, beta_ign, and after the first iteration W_S and B_S, [b, i, j]. With one
+            sample, gradients of the betas wait in the rows of grads[0], as bfloat16, for the first iteration.
     """
     (b, i), first = like.shape, columns.first
-    blocks = blocks_of_rows(p.width, first=first, backward=True)
-    n_programs, n_rows = cut(like, f.device, blocks.pop("programs"))
+    blocks = of_whole_rows(p.width, first=first, backward=True)
+    n_programs, n_rows = cut(p, like, blocks.pop("programs"))
     kept, all_rows = columns.kept_whole(like, pairs.dtype), has_all_rows(grads[0], like)
     strides = {
         "pairs_i": pairs.stride(1),

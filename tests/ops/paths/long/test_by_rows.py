@@ -9,8 +9,9 @@ import vecroute as vr
 from tests.helpers.constants import named_constants
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_layer_as_good
-from vecroute.ops import matmul
 from vecroute.ops.paths.long import arrange, by_rows
+from vecroute.ops.plan import limits
+from vecroute.ops.plan.hopper import by_rows_bytes, by_rows_stage_bytes
 
 GPU = pytest.mark.gpu
 SIZES = [  # n_inp, d_inp, n_out, n_iters
@@ -23,12 +24,12 @@ SIZES = [  # n_inp, d_inp, n_out, n_iters
 
 
 @pytest.fixture
-def calls(monkeypatch, tf32):
+def calls(monkeypatch, tf32, limits):
     """On a GPU, in tf32, the kernel for layers however short: an entry for each call."""
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
     calls, multiply = [], by_rows.input_gradient
-    monkeypatch.setattr(matmul, "HALVES_ROWS", 1)
+    limits(HALVES_ROWS=1)
     monkeypatch.setattr(by_rows, "input_gradient", lambda *a: (calls.append(1), multiply(*a))[1])
     with torch.device("cuda"):
         yield calls
@@ -41,21 +42,21 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
 
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 64)])
 def test_shared_memory_is_as_large_as_the_kernel_divides(waiting, n_out, device):
-    sizes = by_rows.of_one(waiting, n_out)
-    given = {"WAITING": waiting, "N_OUT": n_out, "N_LAST": sizes.n_last, "BATCH": 0}
-    given |= {"STAGES": sizes.stages, "COLUMNS": sizes.columns}
+    n_pairs = by_rows.n_pairs(waiting, n_out)
+    columns, stages = limits.BY_ROWS_COLUMNS, limits.BY_ROWS_STAGES
+    given = {"WAITING": waiting, "N_OUT": n_out, "STAGES": stages, "COLUMNS": columns}
     constants = named_constants("by_rows.cu", given)
-    assert by_rows.shared_bytes(sizes) == constants["BARRIERS"] + 2 * sizes.stages * 8
-    assert by_rows.stage_bytes(sizes) == constants["STAGE"]
-    M, weights = torch.zeros(constants["N_PAIRS"], sizes.columns), torch.ones(constants["N_PAIRS"], 1)
-    assert arrange.by_columns(M, weights).numel() * 2 == constants["STAGE"]
+    assert by_rows_bytes(n_pairs) == constants["BARRIERS"] + 2 * stages * 8
+    assert by_rows_stage_bytes(n_pairs) == constants["STAGE"]
+    M, scales = torch.zeros(constants["N_PAIRS"], columns), torch.ones(constants["N_PAIRS"], 1)
+    assert arrange.by_columns(M, scales).numel() * 2 == constants["STAGE"]
     for name in ("GROUPS", "ROWS"):
         assert constants[name] == getattr(by_rows, name)
 
 
 def test_source_has_the_sizes():
-    source = by_rows.source(by_rows.of_one(1, 100))
-    assert "constexpr int WAITING = 1, N_OUT = 100, N_LAST = 100;" in source
+    source = by_rows.source(1, 100)
+    assert "constexpr int WAITING = 1, N_OUT = 100;" in source
     assert re.search(r"m64n64k16.f32.f16.f16 {.*%31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;", source)
 
 
@@ -103,7 +104,8 @@ def test_other_sizes_go_another_way(d_inp, n_out, calls):
 
 @GPU
 def test_without_a_compiler_it_goes_another_way(calls, no_compiler):
-    assert_layer_as_good(make(90, 256, 20, 2), torch.randn(90, 256))
+    with pytest.warns(UserWarning, match="NVRTC"):
+        assert_layer_as_good(make(90, 256, 20, 2), torch.randn(90, 256))
     assert not calls
 
 

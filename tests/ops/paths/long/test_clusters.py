@@ -8,7 +8,10 @@ import vecroute as vr
 from tests.helpers.constants import named_constants
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_as_good, twin
+from vecroute.ops.paths import long
 from vecroute.ops.paths.long import clusters, hopper
+from vecroute.ops.plan.hopper import cluster_bytes
+from vecroute.ops.plan.limits import CLUSTER_D
 
 GPU = pytest.mark.gpu
 CASES = [  # n_inp, n_out, d_inp, n_iters
@@ -23,13 +26,13 @@ CASES = [  # n_inp, n_out, d_inp, n_iters
 
 
 @pytest.fixture
-def calls(monkeypatch, tf32):
+def calls(monkeypatch, tf32, limits):
     """On a GPU, in tf32, with clusters for layers however short: an entry for each iteration in them."""
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
     calls, iterate = [], clusters.iterate
-    monkeypatch.setattr(clusters, "LEAST_ROWS", 1)
-    monkeypatch.setattr(clusters, "iterate", lambda *a: (calls.append(1), iterate(*a))[1])
+    limits(CLUSTER_ROWS=1)
+    monkeypatch.setattr(long, "iterate", lambda *a: (calls.append(1), iterate(*a))[1])
     with torch.device("cuda"):
         yield calls
 
@@ -51,8 +54,8 @@ def test_shared_memory_is_as_large_as_the_kernel_divides(c, n_out, first):
     tiles = -(-n_out // 8)
     given = {"C": c, "NT": tiles, "FIRST": int(first), "TILES": -(-tiles // clusters.scorers(c))}
     constants = named_constants("clusters.cu", given)
-    assert clusters.shared_bytes(c, n_out, first) == constants["BARRIERS"] + 2 * 8
-    assert (constants["D"], constants["THREADS"]) == (clusters.D, clusters.THREADS)
+    assert cluster_bytes(c, n_out, first) == constants["BARRIERS"] + 2 * 8
+    assert (constants["D"], constants["THREADS"]) == (CLUSTER_D, clusters.THREADS)
     places = [name for name in ("X16", "PHI", "X_HAT") if not (first and name == "X_HAT")]
     assert all(constants[name] % 1024 == 0 for name in places)  # what the tensor cores read
 
@@ -74,9 +77,9 @@ def test_no_toolkit_is_needed(monkeypatch):
     assert cpp_extension.CUDA_HOME is None
 
 
-def test_a_cpu_goes_another_way(monkeypatch, tf32):
-    monkeypatch.setattr(clusters, "LEAST_ROWS", 1)
-    monkeypatch.setattr(clusters, "iterate", None)
+def test_a_cpu_goes_another_way(monkeypatch, tf32, limits):
+    limits(CLUSTER_ROWS=1)
+    monkeypatch.setattr(long, "iterate", None)
     layer = make(20, 32, 512)
     if torch.cuda.is_available():  # then Triton's interpreter is not there to run it on a CPU
         layer.implementation = "chunked"
@@ -95,7 +98,6 @@ def test_x_out_is_as_good_as_tf32(case, calls, nan_filled_memory):
 def test_x_out_without_a_toolkit(calls, monkeypatch):
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
     clusters.kernel.cache_clear()
-    clusters.has_kernels.cache_clear()
     assert_x_out_as_good(make(100, 40, 512), torch.randn(100, 512))
     assert calls
 
@@ -207,5 +209,6 @@ def test_other_problems_go_another_way(calls):
 
 @GPU
 def test_without_a_compiler_it_goes_another_way(calls, no_compiler):
-    assert_x_out_as_good(make(100, 32, 512), torch.randn(100, 512))
+    with pytest.warns(UserWarning, match="NVRTC"):
+        assert_x_out_as_good(make(100, 32, 512), torch.randn(100, 512))
     assert not calls

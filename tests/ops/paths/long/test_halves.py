@@ -6,8 +6,7 @@ import torch
 import vecroute as vr
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_as_good, assert_layer_as_good, outcome, twin
-from vecroute.ops import matmul
-from vecroute.ops.paths.long import by_rows, halves
+from vecroute.ops.paths.long import halves
 
 pytestmark = pytest.mark.usefixtures("tf32", "device")
 CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
@@ -20,11 +19,10 @@ CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, limits):
     """A list with an entry for each call of the kernel, which layers however short have."""
     calls, call = [], halves.input_gradient
-    monkeypatch.setattr(matmul, "HALVES_ROWS", 1)
-    monkeypatch.setattr(by_rows, "can_multiply", lambda *_: False)  # which Hopper GPUs prefer
+    limits(HALVES_ROWS=1, BY_ROWS_STAGES=100)  # no GPU has the memory for 100 stages of ``by_rows``
     monkeypatch.setattr(halves, "input_gradient", lambda *a: (calls.append(1), call(*a)))
     return calls
 
@@ -116,9 +114,9 @@ def test_other_memory_goes_another_way(calls):
     assert not calls
 
 
-def test_few_rows_go_another_way(calls, monkeypatch):
+def test_few_rows_go_another_way(calls, limits):
     """What makes halves of M is as slow as all the rest of a small layer."""
-    monkeypatch.setattr(matmul, "HALVES_ROWS", 51)
+    limits(HALVES_ROWS=51)
     assert_as_tf32(make(2, 50, 10, 128), torch.randn(50, 128))
     assert not calls
     assert_as_tf32(make(2, 51, 10, 128), torch.randn(51, 128))

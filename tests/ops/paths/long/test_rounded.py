@@ -7,8 +7,9 @@ import vecroute as vr
 from tests.helpers.constants import named_constants
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_as_good, outcome, twin
-from vecroute.ops import matmul
+from vecroute.ops.paths import long
 from vecroute.ops.paths.long import arrange, rounded
+from vecroute.ops.plan.hopper import rounded_bytes
 
 GPU = pytest.mark.gpu
 SIZES = [  # n_inp, d_inp, n_out, n_iters
@@ -21,13 +22,13 @@ SIZES = [  # n_inp, d_inp, n_out, n_iters
 
 
 @pytest.fixture
-def calls(monkeypatch, tf32):
+def calls(monkeypatch, tf32, limits):
     """On a GPU the kernel for layers however short: an entry for each pass."""
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
     calls, multiplier = [], rounded.multiplier
-    monkeypatch.setattr(matmul, "HALVES_ROWS", 1)
-    monkeypatch.setattr(rounded, "multiplier", lambda *a: (calls.append(1), multiplier(*a))[1])
+    limits(HALVES_ROWS=1)
+    monkeypatch.setattr(long, "multiplier", lambda *a: (calls.append(1), multiplier(*a))[1])
     with torch.device("cuda"):
         yield calls
 
@@ -41,7 +42,7 @@ def make(n_inp: int, d_inp: int, n_out: int, n_iters: int) -> vr.VectorRouting:
 @pytest.mark.parametrize("n_out", [100, 64, 4])
 def test_shared_memory_is_as_large_as_the_kernel_divides(n_out, parts, device):
     constants = named_constants("rounded.cu", {"N_OUT": n_out, "PARTS": parts})
-    assert rounded.shared_bytes(n_out, parts) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
+    assert rounded_bytes(n_out, parts) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
     assert arrange.by_features(torch.zeros(parts * n_out, 64), n_out).numel() * 2 == constants["STAGE"]
     assert constants["GROUP"] % 1024 == constants["OF_GROUP"] % 1024 == 0  # what the tensor cores read
     for name in ("GROUPS", "ROWS", "FEATURES", "STAGES"):

@@ -1,6 +1,6 @@
-"""What is done to each pair i, j of a chunk, in plain PyTorch, for any device.
+"""The work on each pair i, j of a chunk, in plain PyTorch, for any device.
 
-Few operations, in place where they can be: on a CPU these cost as much as the products around them.
+Operations are few and in place: on a CPU they cost as much as the products around them.
 """
 
 from typing import Any
@@ -17,19 +17,19 @@ from vecroute.ops.problem import Grads, Problem, over_samples
 
 
 def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dtype, room: Room):
-    """phi of chunks like the given one and what fills it.
+    """Memory for phi of chunks like the given one, and a function that fills it.
 
     Args:
-        c: [b, i, 2 j] c_sum and c_ign, or [b, i, j] their combination under the flat prior; None if fixed.
-            Of the chunk, or of all rows.
+        c: [b, i, 2 j] c_sum and c_ign, or [b, i, j] their combination under the flat prior, for the rows of
+            the chunk or for all rows; None if n_inp is given.
         dot: [b, i, j] x_inp times ``scores_matrix``, or None in the first iteration.
-        a: [b, i, 1 or more] x_inp times W_A, in the first iteration of a variable length, else None.
-        f: [b, i] activations of all rows, to fill if there is an a.
+        a: [b, i, 1 or more] x_inp times W_A in the first column, in the first iteration if n_inp is None.
+        f: [b, i] activations of all rows, filled if a is given.
         dtype: of phi.
-        room: where to put what lives in a chunk.
+        room: buffers of a chunk.
 
     Returns:
-        phi [b, i, j], numbers [b, j, k] whose sums over k are those of phi over i, and a function of a chunk.
+        phi [b, i, j]; numbers [b, j, k] whose sum over k is the sum of phi over i; a function of a chunk.
     """
     phi = room.take("R", f, *like.shape, p.n_out, dtype=dtype)  # [b, i, j]
 
@@ -53,29 +53,29 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
 
 
 def summer(out: Tensor, values: Tensor):
-    """What adds to out [b, j] the sum over k of values like the given, [b, j, k], or stores it if fresh."""
+    """A function of values [b, j, k] that adds their sum over k to out [b, j], or stores it if fresh."""
     return matmul.summer(out, values.shape[-1])
 
 
 def coefficients_backward(
     p: Problem, like: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, into, room
 ):
-    """What turns pairs [b, i, q] into phi and the gradients of its other columns, a function of a chunk.
+    """A function of a chunk that turns pairs [b, i, q] into phi and the gradients of the other columns.
 
-    Adds to grad_f [b, i], and of a fixed length to the gradients of the betas, W_S and B_S; at last, in the
-    first iteration, grad_f becomes the gradient of W_A x_inp.
+    It adds to grad_f [b, i], and if n_inp is given to the gradients of the betas, W_S and B_S. In the first
+    iteration it turns grad_f into the gradient of W_A x_inp.
 
     Args:
-        like, c: as above.
-        results: where they go, [b, i, q], of the chunk or of all rows; may be pairs itself.
-        grad_c: [b, i, 2 j or j], where the gradient of c goes; added to where it adds up.
-        columns: the ``Columns`` of the pass, which say which is which.
+        like, c: as in ``coefficients``.
+        results: [b, i, q] memory for phi and the gradients, of the chunk or of all rows; may be pairs itself.
+        grad_c: [b, i, 2 j or j] memory for the gradient of c, which is added to if it adds up.
+        columns: the layout of pairs and results.
         f, grad_f: [b, i], of all rows.
         grad_s: [b, j].
         into: the ``InputGradient``, which says whether results are halved.
 
     Returns:
-        All of the results but phi, [b, i, q - j], and that function.
+        The results without phi, [b, i, q - j], and that function.
     """
 
     def fill(chunk: Chunk) -> None:
@@ -88,7 +88,7 @@ def coefficients_backward(
 def turn(
     p: Problem, chunk: Chunk, pairs, columns, grad_s, grads, fresh, room: Room, c, results, grad_c, f, grad_f
 ) -> None:
-    """The same, of one chunk: the last five have no other rows."""
+    """``coefficients_backward`` for one chunk; the last five arguments have no other rows."""
     n_out, shape = p.n_out, (*f.shape, p.n_out)
     use: Any = None if p.use is None else use_of(p, chunk)  # [b, i, j or 1]
     dot = None if columns.first else pairs[..., n_out : 2 * n_out]  # [b, i, j]
@@ -97,7 +97,7 @@ def turn(
     u = room.take("u", f, *shape)  # [b, i, j], phi / f(a_inp)
     R = one_minus_f = R_c = None  # type: Any
     if c_ign is None:
-        u.copy_(c_sum)  # results may go where it is
+        u.copy_(c_sum)  # since results may overwrite c_sum
     else:
         R = room.take("R", f, *shape)  # [b, i, j]
         one_minus_f = responsibilities(p, chunk, dot, use, R, room)  # [b, i, j]
@@ -128,10 +128,10 @@ def turn(
 
 
 def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
-    """Rows of M that give c_sum and c_ign, or if flat the one c; if n is more, a_inp, and zeros up to n.
+    """Rows of M for c_sum and c_ign, or for the one c if flat; then for a_inp, and zeros, if n has room.
 
     Returns:
-        The rows [n, d], and what is added to their products, [n].
+        The rows [n, d], and their biases [n].
     """
     W, B = p.W_c, p.B_c  # [2 j, d], [2 j]
     if flat:
@@ -143,9 +143,12 @@ def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
 
 
 def shared_rows_backward(p: Problem, grad: Tensor, sums: Tensor, flat: bool, first: bool, grads: Grads):
-    """Hand over the gradients of the parameters in these rows, from theirs [n, d], and that of B_A.
+    """Add the gradients of the parameters in the rows of ``shared_rows``, and of B_A, to grads.
 
-    Args: sums [b, n] over the inputs of the gradients of what the rows gave; and whether they have a_inp.
+    Args:
+        grad: [n, d] gradient of the rows.
+        sums: [b, n] gradients of their products, summed over inputs.
+        first: whether there is a row for a_inp.
     """
     k = p.n_out if flat else 2 * p.n_out
     for name, of_c in (("W", grad[:k].mT), ("B", sums[:, :k].sum(0))):
@@ -162,7 +165,7 @@ stacked = with_shared
 
 def betas(p: Problem, chunk: Chunk, c, first: bool, room: Room) -> tuple[Tensor, Any]:
     """c_sum and c_ign, [b or 1, i, j] each; or under the flat prior their combination, and None."""
-    n_out, flat = p.n_out, p.is_flat(first)
+    n_out, flat = p.n_out, p.plan.is_flat(first)
     if c is not None and c.shape[-1] == n_out:
         return c, None
     if c is not None:
@@ -179,7 +182,7 @@ def betas(p: Problem, chunk: Chunk, c, first: bool, room: Room) -> tuple[Tensor,
 
 
 def betas_backward(p: Problem, chunk: Chunk, grad_sum, grad_ign, grads, fresh: bool) -> None:
-    """Add to the gradients of the betas of a fixed length.
+    """Add to the gradients of the betas, if n_inp is given.
 
     Args:
         grad_sum: [b, i, j] gradient of c_sum, or of the combination under the flat prior.
@@ -194,10 +197,11 @@ def betas_backward(p: Problem, chunk: Chunk, grad_sum, grad_ign, grads, fresh: b
 
 
 def responsibilities(p: Problem, chunk: Chunk, dot, use, out: Tensor, room: Room) -> Any:
-    """Fill out [b, i, j] with R = f(z) / sum_j f(z), 0 at unused pairs; and give 1 - f(z), None in the first.
+    """Fill out [b, i, j] with R = f(z) / sum_j f(z), 0 at unused pairs; return 1 - f(z).
 
-    f(z) = 1 / (1 + exp(-z)) is divided by exp(m), with m the greatest z of the row if that is negative, so
-    that a row of very negative z is not 0 / 0. The bounds of m - z are far below any digit of R.
+    f(z) = 1 / (1 + exp(-z)) is divided by exp(m), with m = min(0, the greatest z of the row), so that a row
+    of very negative z is not 0 / 0. m - z is clamped far below any digit of R. In the first iteration R is
+    the flat prior and the result is None.
     """
     if dot is None:
         out.fill_(p.prior)
@@ -224,7 +228,7 @@ def responsibilities(p: Problem, chunk: Chunk, dot, use, out: Tensor, room: Room
 
 
 def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, out: Tensor, grads, fresh) -> None:
-    """Gradient of dot from that of z, into out [b, i, j]; of a fixed length adds to those of W_S and B_S."""
+    """Fill out [b, i, j] with the gradient of dot, from grad_z; if n_inp is given, add to W_S and B_S."""
     if p.variable:
         out.copy_(grad_z)
         return
@@ -235,13 +239,13 @@ def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, out: 
 
 
 def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:
-    """Fill f(a_inp) of a fixed length, [b, i]."""
+    """Fill f(a_inp) [b, i], if n_inp is given."""
     a_inp = (x.to(p.dtype) * p.w.W_A[chunk.rows]).sum(-1)  # [b, i]
     torch.addcdiv(p.w.B_A[chunk.rows].to(p.dtype), a_inp, p.sqrt_n_inp[chunk.samples], out=f).sigmoid_()
 
 
 def activations_backward(p: Problem, chunk: Chunk, f: Tensor, grad_f: Tensor, column) -> None:
-    """Turn grad_f [b, i] into the gradient of W_A x_inp; and put it first in ``column`` [b, i, 1 to 8]."""
+    """Turn grad_f [b, i] into the gradient of W_A x_inp; copy it to the first of column [b, i, 1 to 8]."""
     grad_f *= f * (1 - f)
     grad_f /= p.sqrt_n_inp[chunk.samples]
     if column is not None:
@@ -250,7 +254,11 @@ def activations_backward(p: Problem, chunk: Chunk, f: Tensor, grad_f: Tensor, co
 
 
 def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into, grads) -> None:
-    """Of a fixed length, at last: grad_x from pairs M and from grad_a [b, i], which is that of W_A x_inp."""
+    """If n_inp is given, in the first iteration: grad_x += pairs M + grad_a W_A, and the gradient of W_A.
+
+    Args:
+        grad_a: [b, i] gradient of W_A x_inp.
+    """
     grad_a = grad_a[..., None]  # [b, i, 1]
     if into.grad_x is not None:
         grad_x = into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]

@@ -25,14 +25,18 @@ def scaled(p: Problem, g: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
-    """What x_inp is multiplied with for z: x_hat, with W_S already in it if that has no i; [b, j, d]."""
+    """The matrix that gives the scores z: x_hat, multiplied by W_S if that has no i, [b, j, d]."""
     return torch.mul(scaled(p, g), p.w.W_S.mT, out=out) if p.variable else scaled(p, g, out)
 
 
 def scores_matrix_backward(p: Problem, grad: Tensor, sums: Tensor, g: Tensor, grads: Grads) -> Tensor:
-    """Of a variable length, grad_x_hat from that of x_hat W_S, [b, j, d], in place; and W_S's and B_S's.
+    """If n_inp is None: turn the gradient of x_hat W_S into grad_x_hat [b, j, d], in place.
 
-    Args: sums [b, j] of the gradient of z over i, and g [b, j, d] from ``predicted``.
+    Adds to the gradients of W_S and B_S.
+
+    Args:
+        sums: [b, j] sums of the gradient of z over i.
+        g: [b, j, d] from ``predicted``.
     """
     grads.add("W_S", scaled(p, g).mul_(grad).sum((0, 2))[None])  # [1, j]
     grads.add("B_S", sums.sum(0, keepdim=True))  # [1, j]
@@ -53,15 +57,15 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
 
 
 def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: Grads) -> Tensor:
-    """grad_x_out [b, j, h] from grad_x_hat [b, j, d], whose end this is."""
+    """grad_x_out [b, j, h] from grad_x_hat [b, j, d], which is overwritten."""
     grads.add("W_G2", over_samples(grad_x_hat * g))  # [j, d]
-    grads.add("B_G2", grad_x_hat.sum(0))  # [j, d], a view would keep more rows than these
+    grads.add("B_G2", grad_x_hat.sum(0))  # [j, d], not a view, which would keep more rows alive
     grad_g = grad_x_hat.mul_(p.w.W_G2)  # [b, j, d]
     v, size = x_out, x_out.shape[-1:]
     if size[0] > 1:
         v, mean, rstd = torch.native_layer_norm(x_out, size, None, None, 1e-5)  # [b, j, h], [b, j, 1] twice
     grads.add("W_G1", matmul(p, v.flatten(0, 1).mT, grad_g.flatten(0, 1)))  # [h, d]
-    del v  # of many small samples, what is [b, j, d] takes more memory than the rest
+    del v  # with many small samples, tensors [b, j, d] take more memory than all others
     grad_v = matmul(p, grad_g, p.w.W_G1.mT.to(p.dtype))  # [b, j, h]
     if size[0] > 1:
         grad_v, _, _ = torch.ops.aten.native_layer_norm_backward(
@@ -71,11 +75,11 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
 
 
 def matmul(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Product of small matrices; not rounded to float16, whose range sums over many inputs may leave.
+    """Product of small matrices, not rounded to float16, which sums over many inputs may overflow.
 
-    Nor under autocast of a float32 x_inp: these products are tf32 then.
+    Under autocast of a float32 x_inp these products are tf32.
     """
     if p.x_inp.dtype == torch.bfloat16 and a.is_cuda:
-        product = a.to(p.rounded) @ b.to(p.rounded)
+        product = a.to(p.plan.case.rounded) @ b.to(p.plan.case.rounded)
         return product.to(p.dtype) if out is None else out.copy_(product)
     return torch.matmul(a, b, out=out)

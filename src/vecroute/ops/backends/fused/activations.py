@@ -1,4 +1,4 @@
-"""Triton kernels for the activations of the inputs, of a fixed length, in the words of ``fused_pairs``."""
+"""Triton kernels for the activations of inputs if n_inp is given; ``pair_kernels`` explains the names."""
 
 import triton
 import triton.language as tl

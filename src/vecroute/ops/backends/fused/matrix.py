@@ -1,19 +1,19 @@
-"""Triton kernels for M, what x_inp is multiplied with, in the words of ``fused_pairs``."""
+"""Triton kernels for M, the matrix that x_inp is multiplied with; ``pair_kernels`` explains the names."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vecroute.ops.backends.fused.pair_kernels import sum_samples_kernel, triton_dtype
-from vecroute.ops.common import cdiv, multiple_of_8, next_power_of_2
+from vecroute.ops.common import cdiv, multiple_of_8
+from vecroute.ops.plan import blocks
+from vecroute.ops.plan.blocks import MATRIX
 from vecroute.ops.problem import Grads, Problem
-
-BLOCKS = {"BLOCK_Q": 32, "BLOCK_D": 32}
 
 
 @triton.jit
 def beta(use, ign, is_sum, PRIOR: tl.constexpr, FLAT: tl.constexpr, WITH_SUM: tl.constexpr):
-    """Parameters of c_sum or c_ign, or of the flat c, from those of beta_use and beta_ign."""
+    """Parameters that give c_sum, c_ign or the flat c, from the parameters of beta_use and beta_ign."""
     other = PRIOR * (use + ign) - ign if FLAT else ign
     return tl.where(is_sum, use + ign, other) if WITH_SUM else other
 
@@ -30,7 +30,7 @@ def shared_rows_kernel(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Rows that give c_sum, if WITH_SUM, c_ign, or if FLAT the flat c, a_inp, then zeros; and biases."""
+    """Rows for c_sum (if WITH_SUM), c_ign (or the flat c if FLAT), a_inp, then zeros; and their biases."""
     q = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     n_c = 2 * n_out if WITH_SUM else n_out
@@ -51,7 +51,7 @@ def shared_rows_kernel(
 
 @triton.jit
 def beta_backward(of_sum, of_other, PRIOR: tl.constexpr, FLAT: tl.constexpr):
-    """Gradients with respect to beta_use and beta_ign, from those of c_sum and of c_ign, or the flat c."""
+    """Gradients of beta_use and beta_ign, from gradients of c_sum and of c_ign or the flat c."""
     if FLAT:
         return of_sum + PRIOR * of_other, of_sum + (PRIOR - 1) * of_other
     return of_sum, of_sum + of_other
@@ -59,7 +59,7 @@ def beta_backward(of_sum, of_other, PRIOR: tl.constexpr, FLAT: tl.constexpr):
 
 @triton.jit
 def shared_rows_backward_kernel(
-    grad, sums,  # [q, d], [b, q] of the rows, and of what is added to their products
+    grad, sums,  # [q, d] gradient of the rows; [b, q] gradient of their biases, for each sample
     sqrt_n_inp,  # [b]
     grad_W_use, grad_W_ign, grad_B_use, grad_B_ign, grad_W_A,  # as above
     grad_B_A,  # [1]
@@ -73,7 +73,7 @@ def shared_rows_backward_kernel(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``shared_rows_kernel``, and that of B_A."""
+    """The gradient of ``shared_rows_kernel``, and the gradient of B_A."""
     j = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_j, m_d = j < n_out, d < d_inp
@@ -134,7 +134,7 @@ def stacked_kernel(
 
 @triton.jit
 def scores_matrix_backward_kernel(
-    grad,  # [b, j, d] of x_hat W_S; turned into that of x_hat
+    grad,  # [b, j, d] gradient of x_hat W_S, turned into the gradient of x_hat
     g, W_G2, B_G2, W_S,  # [b, j, d], [j, d] twice, [j]
     sums,  # [b, j] gradient of z, summed over i
     parts,  # [2, b, j] gradients of W_S and B_S
@@ -166,10 +166,10 @@ def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
     """As ``chunked.shared_rows``."""
     d = p.x_inp.shape[-1]
     rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n)  # and [q]
-    grid = cdiv(n, BLOCKS["BLOCK_Q"]), cdiv(d, BLOCKS["BLOCK_D"])
+    grid = cdiv(n, MATRIX["BLOCK_Q"]), cdiv(d, MATRIX["BLOCK_D"])
     shared_rows_kernel[grid](
         p.w.W_use, p.w.W_ign, p.w.B_use, p.w.B_ign, p.w.W_A, rows, bias, p.n_out, n, d,
-        PRIOR=p.prior if flat else 0.0, FLAT=flat, WITH_SUM=not flat, T=triton_dtype(p), **BLOCKS,
+        PRIOR=p.prior if flat else 0.0, FLAT=flat, WITH_SUM=not flat, T=triton_dtype(p), **MATRIX,
     )  # fmt: skip
     return rows, bias
 
@@ -180,38 +180,38 @@ def shared_rows_backward(
     """As ``chunked.shared_rows_backward``."""
     names = ("W_use", "W_ign", "B_use", "B_ign", *(("W_A", "B_A") if first else ()))
     found = [grad.new_empty(getattr(p.w, name).shape) for name in names]
-    grid = cdiv(p.n_out, BLOCKS["BLOCK_Q"]), cdiv(grad.shape[1], BLOCKS["BLOCK_D"])
+    grid = cdiv(p.n_out, MATRIX["BLOCK_Q"]), cdiv(grad.shape[1], MATRIX["BLOCK_D"])
     shared_rows_backward_kernel[grid](
         grad, sums, p.sqrt_n_inp, *found[:4], found[-2], found[-1], p.n_out, len(sums), grad.shape[1],
         sums.stride(0), PRIOR=p.prior if flat else 0.0, FLAT=flat, WITH_SUM=not flat,
-        FIRST=first, BLOCK_B=32, T=triton_dtype(p), **BLOCKS,
+        FIRST=first, BLOCK_B=32, T=triton_dtype(p), **MATRIX,
     )  # fmt: skip
     for name, value in zip(names, found, strict=True):
         grads.add(name, value)
 
 
 def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
-    """As ``with_shared``; with neighbours in q, which a product of rows [b, i, q] with it likes best."""
+    """As ``columns.with_shared``, but neighbours in q: a product with rows [b, i, q] is fastest then."""
     if shared is None:
         return own
     (b, k, d), n = own.shape, own.shape[1] + len(shared)
     out = own.new_empty(b, d, multiple_of_8(n))[..., :n]  # [b, d, q]
-    grid = cdiv(n, BLOCKS["BLOCK_Q"]), cdiv(d, BLOCKS["BLOCK_D"]), b
-    stacked_kernel[grid](own, shared, out, k, n, d, own.stride(0), *out.stride()[:2], **BLOCKS)
+    grid = cdiv(n, MATRIX["BLOCK_Q"]), cdiv(d, MATRIX["BLOCK_D"]), b
+    stacked_kernel[grid](own, shared, out, k, n, d, own.stride(0), *out.stride()[:2], **MATRIX)
     return out.mT
 
 
 def scores_matrix_backward(p: Problem, grad: Tensor, sums: Tensor, g: Tensor, grads: Grads) -> Tensor:
     """As ``chunked_steps.scores_matrix_backward``."""
     b, j, d = g.shape
-    parts, block = sums.new_empty(2, b, j), min(next_power_of_2(d), 1024)  # [2, b, j]
-    scores_matrix_backward_kernel[cdiv(b * j, 1024 // block),](
+    parts, block = sums.new_empty(2, b, j), blocks.of_rows(d)  # [2, b, j]
+    scores_matrix_backward_kernel[cdiv(b * j, block["BLOCK_R"]),](
         grad, g, p.w.W_G2, p.w.B_G2, p.w.W_S, sums, parts, b * j, j, d, grad.stride(0), sums.stride(0),
-        BLOCK_R=1024 // block, BLOCK_D=block, T=triton_dtype(p),
+        T=triton_dtype(p), **block,
     )  # fmt: skip
     grad_W, grad_B = sums.new_empty(1, j), sums.new_empty(1, j)  # [1, j] each
-    sum_samples_kernel[cdiv(j, 32), 2](
-        parts, grad_W, grad_B, grad_W, grad_B, b, j, 1, BLOCK_B=32, BLOCK_N=32, T=triton_dtype(p)
+    sum_samples_kernel[cdiv(j, blocks.SAMPLES["BLOCK_N"]), 2](
+        parts, grad_W, grad_B, grad_W, grad_B, b, j, 1, T=triton_dtype(p), **blocks.SAMPLES
     )
     grads.add("W_S", grad_W)
     grads.add("B_S", grad_B)

@@ -1,13 +1,12 @@
-"""The paper's N where a product follows that rounds, and the gradient of N, by one Triton kernel each."""
+"""The paper's N with its result rounded for a product, and the gradient of N, one Triton kernel each."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vecroute.ops.common import cdiv, next_power_of_2, normalize
-
-MOST_FEATURES = 8192  # of a vector that a program has in registers
+from vecroute.ops.common import cdiv, normalize
+from vecroute.ops.plan import blocks, limits
 
 
 @triton.jit
@@ -61,7 +60,7 @@ def normalized_backward(grad_v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     dtype, size = grad_v.dtype, x.shape[-1:]
     if size[0] == 1:
         return x.to(dtype), grad_v.to(x.dtype)  # [b, j, h] each
-    if x.dtype != torch.float32 or size[0] > MOST_FEATURES:
+    if x.dtype != torch.float32 or size[0] > limits.NORM_D_OUT:
         v, mean, rstd = torch.native_layer_norm(x, size, None, None, 1e-5)  # [b, j, h], [b, j, 1] twice
         grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
             grad_v.to(x.dtype), x, size, mean, rstd, None, None, [True, False, False]
@@ -75,12 +74,11 @@ def normalized_backward(grad_v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether one kernel both normalises x and rounds it to dtype; if it does not round, PyTorch has one."""
-    return dtype != x.dtype and 1 < x.shape[-1] <= MOST_FEATURES
+    return dtype != x.dtype and 1 < x.shape[-1] <= limits.NORM_D_OUT
 
 
 def launch(kernel, *tensors: Tensor) -> None:
     """Each program has some vectors of the tensors, [b, j, h] each."""
     b, j, h = tensors[0].shape
-    block = next_power_of_2(h)
-    rows = max(1, 2048 // block)
-    kernel[cdiv(b * j, rows),](*tensors, b * j, h, BLOCK_R=rows, BLOCK_D=block)
+    block = blocks.of_vectors(h)
+    kernel[cdiv(b * j, block["BLOCK_R"]),](*tensors, b * j, h, **block)

@@ -1,8 +1,8 @@
-"""Triton kernels for what is done to each pair i, j of a chunk.
+"""Triton kernels over the pairs i, j of a chunk.
 
-Kernel vocabulary: ``o_`` offsets, ``m_`` masks of what is inside, ``b_`` blocks of values. Offsets are int64.
-A program has some rows i of a sample and goes over all outputs j in blocks, once for the normaliser of R and
-again for the result; the second time the blocks come from the cache.
+Names in kernels: ``o_`` offsets (int64), ``m_`` masks of valid elements, ``b_`` blocks of values, ``T`` the
+dtype of the computation. A program has some rows i of a sample. It goes over all outputs j in blocks, once for
+the normaliser of R and once for the result; the second time, blocks come from the cache.
 """
 
 import torch
@@ -13,12 +13,12 @@ from vecroute.ops.problem import Problem
 
 
 def triton_dtype(p: Problem) -> tl.dtype:
-    """What the kernels compute in."""
+    """The dtype in which kernels compute."""
     return tl.float64 if p.dtype == torch.float64 else tl.float32
 
 
 def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
-    """n_out and row strides in units of 4 elements where they allow it: then 16 bytes are loaded at once."""
+    """n_out and row strides in units of 4 elements if they allow it: kernels then load 16 bytes at once."""
     sizes = {"n_out": n_out, **strides}
     vec = 1 if any(size % 4 for size in sizes.values()) else 4
     return {"VEC": vec, **{name: size // vec for name, size in sizes.items()}}
@@ -26,13 +26,13 @@ def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
 
 @triton.jit
 def used(use, o_use, j_use, o_j, m):
-    """Which pairs of a block are used; a mask may have its neighbours in i, so that j_use is large."""
+    """Which pairs of a block are used; j_use is large if neighbours of the mask differ in i."""
     return m & (tl.load(use + o_use + o_j.to(tl.int64) * j_use, mask=m, other=0) != 0)
 
 
 @triton.jit
 def f_of(z):
-    """f(z) as exp(low) q, with low = min(z, 0); and 1 - f(z), none of whose digits are lost where f(z) is almost 1."""
+    """f(z) as exp(low) q, with low = min(z, 0); and 1 - f(z), which keeps its digits if f(z) is almost 1."""
     small = tl.exp(-tl.abs(z))
     q = 1.0 / (1.0 + small)
     return tl.minimum(z, 0.0), q, q * tl.where(z > 0.0, small, 1.0)
@@ -41,9 +41,9 @@ def f_of(z):
 @triton.jit
 def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.constexpr, FIXED: tl.constexpr,
            MASKED: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Of a block, f(z) = exp(low) q, 0 at unused pairs and outside; 1 - f(z); the dot product; and which are used.
+    """For a block of pairs: low and q of f(z) = exp(low) q, 1 - f(z), the dot products, and which are used.
 
-    low is -inf where f is 0. Under the flat prior f is 1 at used pairs.
+    f is 0 at unused pairs and outside; low is -inf there. Under the flat prior f is 1 at used pairs.
     """
     b_dot = tl.zeros(m.shape, T)
     low = tl.zeros(m.shape, T)
@@ -58,14 +58,14 @@ def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.const
         low, q, rest = f_of(z)
     if MASKED:
         m = used(use, o_use, j_use, o_j, m)
-        q = tl.where(m, q, 0.0)  # not NaN, whatever the scores of such a pair are
+        q = tl.where(m, q, 0.0)  # even if the scores of unused pairs are NaN
     return tl.where(m, low, -float("inf")), q, rest, b_dot, m
 
 
 @triton.jit
 def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, TILES: tl.constexpr, FIRST: tl.constexpr,
                FIXED: tl.constexpr, MASKED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The greatest ``low`` of each row (0 if none is used) and sum_j f exp(-it) (1 if none is used)."""
+    """top, the greatest low of each row (0 if no pair is used), and sum_j f exp(-top) (1 if none is used)."""
     top = tl.full([BLOCK_I, 1], -float("inf"), T)
     total = tl.zeros([BLOCK_I, 1], T)
     if FIRST and not MASKED:
@@ -87,14 +87,14 @@ def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, TILES: 
 
 @triton.jit
 def softmax(low, q, top, total):
-    """R of a block, exactly 1 where one output has all of it."""
+    """R of a block; exactly 1 if one output has all of it."""
     value = tl.exp(low - top) * q
     return tl.where(value == total, 1.0, value / total)
 
 
 @triton.jit
 def betas(c_sum, c_ign, o_c, o_j, m, FIXED: tl.constexpr, T: tl.constexpr):
-    """c_sum and c_ign of a block; of a fixed length the pointers are to beta_use and beta_ign."""
+    """c_sum and c_ign of a block; if FIXED the pointers are to beta_use and beta_ign."""
     b_sum = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
     b_ign = tl.load(c_ign + o_c + o_j, mask=m, other=0.0).to(T)
     if FIXED:
@@ -104,7 +104,7 @@ def betas(c_sum, c_ign, o_c, o_j, m, FIXED: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def flat_c(c_sum, c_ign, o_c, o_j, m, PRIOR: tl.constexpr, BOTH: tl.constexpr, T: tl.constexpr):
-    """c of a block under the flat prior, of a variable length."""
+    """c of a block under the flat prior, if n_inp is None."""
     u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
     if BOTH:
         u = PRIOR * u - tl.load(c_ign + o_c + o_j, mask=m, other=0.0).to(T)
@@ -113,7 +113,7 @@ def flat_c(c_sum, c_ign, o_c, o_j, m, PRIOR: tl.constexpr, BOTH: tl.constexpr, T
 
 @triton.jit
 def from_row(start, n_out, c_sum, c_ign, W_S, B_S):
-    """Pointers to parameters of a fixed length, [i, j], from a row on: moved so, they take fewer registers."""
+    """Pointers to parameters [i, j] moved to a row: int64 offsets from there need fewer registers."""
     offset = start.to(tl.int64) * n_out
     return c_sum + offset, c_ign + offset, W_S + offset, B_S + offset
 
@@ -128,9 +128,9 @@ def to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["start"])
 def coefficients_kernel(
-    dot,  # [b, i, j] x_inp times x_hat; where ACTIVATE [b, i, ...] first x_inp times W_A; where FIRST else not read
-    c_sum,  # [b, i, j], or beta_use [i, j] where FIXED; where FLAT but not BOTH the flat c
-    c_ign,  # the same of c_ign; where FLAT but not BOTH not read
+    dot,  # [b, i, j] x_inp times x_hat; if ACTIVATE [b, i, ...] with x_inp times W_A first; else if FIRST not read
+    c_sum,  # [b, i, j], or beta_use [i, j] if FIXED; the flat c if FLAT and not BOTH
+    c_ign,  # [b, i, j], or beta_ign [i, j] if FIXED; not read if FLAT and not BOTH
     W_S,  # [i, j] where FIXED, else not read
     B_S,  # [i, j], or [1, j] with row stride 0
     use,  # [b, i, j] where MASKED
@@ -138,7 +138,7 @@ def coefficients_kernel(
     B_A,  # [1]
     sqrt_n_inp,  # [b]
     phi,  # [b, i, j] the result
-    start,  # the first row of the chunk, in what has all of them: f, use, W_S and B_S where FIXED, c where C_OF_ALL
+    start,  # the first row of the chunk in tensors with all rows: f, use, if FIXED W_S and B_S, if C_OF_ALL c
     n_inp,  # rows of the chunk
     n_out,
     dot_i, c_b, c_i, use_b, use_i, use_j, f_b,  # strides; samples of dot follow each other
@@ -147,13 +147,13 @@ def coefficients_kernel(
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
     FLAT: tl.constexpr,  # whether R is the prior
-    BOTH: tl.constexpr,  # whether there are c_sum and c_ign nevertheless
+    BOTH: tl.constexpr,  # whether c_sum and c_ign are given although FLAT
     MASKED: tl.constexpr,
     C_OF_ALL: tl.constexpr,
-    TRANSPOSED: tl.constexpr,  # of what is to be summed over i
+    TRANSPOSED: tl.constexpr,  # whether numbers to be summed over i are [b, j, i]
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    TILES: tl.constexpr,  # blocks of outputs; if one, all of it stays in registers
+    TILES: tl.constexpr,  # blocks of outputs; if there is one, everything stays in registers
     VEC: tl.constexpr,  # a divisor of n_out and all row strides, which are given in units of it
     T: tl.constexpr,  # what is computed in
 ):  # fmt: skip
@@ -210,7 +210,7 @@ def sum_samples_kernel(
     fresh,  # whether they are stored instead of added to
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Each sum is that of its parts over b."""
+    """Sum k is the sum of parts[k] over b."""
     k = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros([BLOCK_B, BLOCK_N], T)
@@ -230,20 +230,20 @@ def sum_samples_kernel(
 @triton.jit(do_not_specialize=["start"])
 def coefficients_backward_kernel(
     pairs,  # [b, i, 2 j] grad_phi and dot; where FIRST [b, i, j]
-    results,  # the same for phi and the gradient of dot; may be pairs itself
+    results,  # [b, i, 2 j] phi and the gradient of dot; if FIRST [b, i, j] phi; may be pairs itself
     c_sum, c_ign, W_S, B_S, use, f,  # as above
     sqrt_n_inp,  # [b]
     grad_s,  # [b, j]
-    grad_f,  # [b, i], added to; where FIRST turned into the gradient of W_A x_inp
-    grad_a,  # [b, i, n_a] where FIRST and not FIXED: the same, and zeros
-    grad_sum,  # [b, i, j] of c_sum, or where FIXED of beta_use; where FLAT of the flat c
-    grad_ign,  # the same of c_ign
-    grad_W_S,  # [b, i, j] where FIXED
-    grad_B_S,  # [b, i, j] where FIXED
-    grad_dot,  # [b, i, j] where FIXED: the gradient of dot once more, for a sum over i
-    weights,  # [2 j or j] what HALVED results are multiplied with
-    tops,  # [2, i] the greatest of a row before, and now: by that they are divided
-    fresh,  # whether these gradients are stored instead of added to
+    grad_f,  # [b, i], added to; if FIRST turned into the gradient of W_A x_inp
+    grad_a,  # [b, i, n_a] if FIRST and not FIXED: the gradient of W_A x_inp, then zeros
+    grad_sum,  # [b, i, j] gradient of c_sum; if FIXED of beta_use; if FLAT of the flat c
+    grad_ign,  # [b, i, j] gradient of c_ign; if FIXED of beta_ign
+    grad_W_S,  # [b, i, j] if FIXED
+    grad_B_S,  # [b, i, j] if FIXED
+    grad_dot,  # [b, i, j] if FIXED: a copy of the gradient of dot, to be summed over i
+    weights,  # [2 j or j] factors of HALVED results
+    tops,  # [2, i] scales of the rows of HALVED results: of the pass before, and of this one, not less
+    fresh,  # whether gradients are stored instead of added to
     start, n_inp, n_out,  # as above; grad_f and tops have all rows too
     pairs_i, results_b, results_i, c_b, c_i, use_b, use_i, use_j, f_b, grad_s_b, grad_c_b,
     grad_c_i, n_a, tops_t,
@@ -257,8 +257,8 @@ def coefficients_backward_kernel(
     C_OF_ALL: tl.constexpr,
     RESULTS_OF_ALL: tl.constexpr,
     GRADS_OF_ALL: tl.constexpr,  # grad_sum, grad_ign, grad_W_S and grad_B_S
-    HALVED: tl.constexpr,  # results in float16, where FIXED and all outputs are one tile
-    TRANSPOSED: tl.constexpr,  # of what is to be summed over i
+    HALVED: tl.constexpr,  # whether results are float16; then FIXED, and all outputs are one tile
+    TRANSPOSED: tl.constexpr,  # whether grad_dot is [b, j, i]
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
     TILES: tl.constexpr,  # as above
@@ -282,7 +282,7 @@ def coefficients_backward_kernel(
     if not FLAT:
         top, total = normaliser(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED,
                                 MASKED, BLOCK_I, BLOCK_J, T)  # fmt: skip
-    # Once over j for what needs a sum over j: grad_f, and sum_j R grad_R for the softmax.
+    # The first loop over j: sums over j for grad_f, and sum_j R grad_R for the softmax.
     sum_f = tl.zeros([BLOCK_I, 1], T)
     sum_R = tl.zeros([BLOCK_I, 1], T)
     for tile in range(TILES):
@@ -327,7 +327,7 @@ def coefficients_backward_kernel(
             add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
             add_to(grad_ign + o_grad_c + o_j, ((R - 1.0) if FIXED else -1.0) * grad_phi, m, fresh, T)
             if not FIRST:
-                # The products as above, so that nothing is left where one output has all of R.
+                # The same products as above, so that they cancel exactly if one output has all of R.
                 grad_z = (R * (b_sum * grad_phi) - R * sum_R) * rest
                 if FIXED:
                     add_to(grad_W_S + o_grad_c + o_j, grad_z * b_dot, m, fresh, T)

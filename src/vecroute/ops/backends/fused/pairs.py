@@ -1,4 +1,4 @@
-"""What is done to each pair i, j of a chunk, by the kernels of ``fused_pairs`` and those beside it."""
+"""The work on each pair i, j of a chunk, by Triton kernels."""
 
 from functools import partial
 
@@ -21,28 +21,14 @@ from vecroute.ops.backends.fused.sums import summer as summer
 from vecroute.ops.chunks import Chunk, Room, has_all_rows, use_of_samples
 from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.matmul import accumulate, has_kernel
-from vecroute.ops.paths import wide
-from vecroute.ops.paths.long import by_rows, halves
+from vecroute.ops.plan import blocks, limits
 from vecroute.ops.problem import Problem
 
 
-def blocks_of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[str, int]:
-    """Rows and outputs of a block of some size: all outputs at once if there are not many.
-
-    More than 512 go in two blocks or more: a single one was found to be up to ten times slower.
-    """
-    block_j = next_power_of_2(n_out)
-    block_j = block_j if block_j <= 512 else min(block_j // 2, 2048)
-    return {
-        "BLOCK_I": max(1, size // block_j), "BLOCK_J": block_j, "TILES": cdiv(n_out, block_j),
-        "num_warps": max(num_warps, min(8, block_j // 128)),
-    }  # fmt: skip
-
-
 def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: dict[str, int]) -> dict:
-    """What both kernels over pairs take alike, but where a chunk starts, and the given strides."""
+    """The arguments that both kernels over pairs share, except the start of a chunk; extends the strides."""
     fixed, both = c is None, c is not None and c.shape[-1] > p.n_out
-    flat = not fixed and p.is_flat(first)
+    flat = not fixed and p.plan.is_flat(first)
     if fixed:
         c_sum, c_ign = p.w.beta_use.expand(len(f), -1, -1), p.w.beta_ign  # [b, i, j], [i, j]
     else:
@@ -64,15 +50,12 @@ def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: 
 
 
 def transposes(p: Problem, like: Chunk) -> bool:
-    """Whether what is to be summed over i has its neighbours in i, which sums like best if it is aligned.
-
-    With many outputs a block has too few rows to write them side by side.
-    """
-    return like.shape[1] % 4 == 0 and p.n_out <= 256
+    """Whether numbers to be summed over i are neighbours in i: sums are fastest then, if rows are aligned."""
+    return like.shape[1] % 4 == 0 and p.n_out <= limits.TRANSPOSED_OUTPUTS
 
 
 def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, room: Room) -> Tensor:
-    """Room for [b, i, j] numbers of the dtype of another tensor."""
+    """Memory for [b, i, j] numbers in the dtype of another tensor."""
     (b, i), j = chunk.shape, p.n_out
     return room.take(name, like, b, j, i).mT if transposes(p, chunk) else room.take(name, like, b, i, j)
 
@@ -80,15 +63,15 @@ def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, room: Room) 
 def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dtype, room: Room):
     """As ``chunked.coefficients``."""
     if dtype != p.dtype:
-        return wide.coefficients(p, like, dot, f, dtype, room)
+        return p.path.coefficients(p, like, dot, f, dtype, room)
     b, i = like.shape
     phi = to_be_summed(p, "phi", like, f, room)  # [b, i, j]
     linear = a if dot is None else dot  # [b, i, 1 to 8 or j]
     strides = {"dot_i": 0 if linear is None else linear.stride(1)}
-    blocks = blocks_of_pairs(p.n_out)
+    block = blocks.of_pairs(p.n_out)
     launch = partial(
-        coefficients_kernel[cdiv(i, blocks["BLOCK_I"]), b], dot=f if linear is None else linear, B_A=p.w.B_A,
-        phi=phi, ACTIVATE=a is not None, **pair_arguments(p, like, c, f, dot is None, strides), **blocks,
+        coefficients_kernel[cdiv(i, block["BLOCK_I"]), b], dot=f if linear is None else linear, B_A=p.w.B_A,
+        phi=phi, ACTIVATE=a is not None, **pair_arguments(p, like, c, f, dot is None, strides), **block,
     )  # fmt: skip
     return phi, phi.mT, lambda chunk: launch(start=chunk.rows.start)
 
@@ -105,7 +88,7 @@ def coefficients_backward(
     elif b == 1:
         of_pairs = [grads[name][None] for name in names]  # [1, i, j] each
     else:
-        # One part per sample, summed below: no two programs write to one place.
+        # One part per sample, summed below, so that no two programs write to the same place.
         parts = room.take("parts", f, len(names), b, i, n_out)  # [2 or 4, b, i, j]
         of_pairs = list(parts)  # [b, i, j] each
     if c is None:
@@ -113,7 +96,7 @@ def coefficients_backward(
     stored = fresh or (c is None and b > 1)
     to_sum = results[..., p.width :]  # [b, i, q - j]
     if pairs.dtype != p.dtype and not into.halved:
-        launch = wide.backward(p, like, pairs, columns, f, grad_s, grad_f, of_pairs, stored)
+        launch = p.path.backward(p, like, pairs, columns, f, grad_s, grad_f, of_pairs, stored)
     else:
         if c is None and not first:
             to_sum = to_be_summed(p, "grad_dot", like, f if into.halved else results, room)  # [b, i, j]
@@ -125,9 +108,9 @@ def coefficients_backward(
         launch(chunk)
         if c is None and b > 1:
             sums = [grads[name][chunk.rows] for name in names]  # [i, j] each
-            n, block = i * n_out, {"BLOCK_B": 32, "BLOCK_N": 32, "T": triton_dtype(p)}
-            sum_samples_kernel[cdiv(n, 32), len(names)](
-                parts, sums[0], sums[1], sums[-2], sums[-1], b, n, int(fresh), **block
+            n, block = i * n_out, blocks.SAMPLES
+            sum_samples_kernel[cdiv(n, block["BLOCK_N"]), len(names)](
+                parts, sums[0], sums[1], sums[-2], sums[-1], b, n, int(fresh), T=triton_dtype(p), **block
             )
 
     return to_sum, fill
@@ -136,20 +119,20 @@ def coefficients_backward(
 def backward(
     p: Problem, like: Chunk, c, pairs, results, to_sum, of_pairs, columns, f, grad_s, grad_f, stored, into
 ):
-    """What turns pairs into results, and stores or adds to gradients of_pairs [b, i, j]; of a chunk."""
+    """A function of a chunk that turns pairs into results and stores or adds to gradients [b, i, j]."""
     (b, i), first = like.shape, columns.first
     strides = {"grad_c_b": of_pairs[0].stride(0), "grad_c_i": of_pairs[0].stride(1)}
     strides |= {"results_b": results.stride(0), "results_i": results.stride(1), "pairs_i": pairs.stride(1)}
-    blocks = blocks_of_pairs(p.n_out, 2048 if first else 1024, num_warps=8)
+    block = blocks.of_pairs(p.n_out, 2048 if first else 1024, num_warps=8)
     tops = into.top[len(into.columns) :] if into.halved else f  # [2 or more, i]
     launch = partial(
-        coefficients_backward_kernel[cdiv(i, blocks["BLOCK_I"]), b],
+        coefficients_backward_kernel[cdiv(i, block["BLOCK_I"]), b],
         pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
         fresh=int(stored), ADDS_UP=columns.adds_up, grad_s_b=grad_s.stride(0), grad_dot=to_sum,
         n_a=results.shape[-1] - columns.a, weights=into.weights if into.halved else f, tops=tops,
         tops_t=tops.stride(0), HALVED=into.halved, RESULTS_OF_ALL=has_all_rows(results, like),
-        GRADS_OF_ALL=has_all_rows(of_pairs[0], like), **blocks,
+        GRADS_OF_ALL=has_all_rows(of_pairs[0], like), **block,
         **pair_arguments(p, like, c, f, first, strides),
     )  # fmt: skip
     return lambda chunk: launch(start=chunk.rows.start)
@@ -166,26 +149,26 @@ def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:
 
 
 def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into, grads) -> None:
-    """As ``chunked.inputs_backward``; of one sample all at once where the product is ours."""
+    """As ``chunked.inputs_backward``; one kernel does everything if it is ours that multiplies one sample."""
     if into.halved:
-        waiting, top = into.place[0, chunk.rows, : into.n_waiting], into.top[1:, chunk.rows]  # [i, w], [t, i]
-        tensors = p.w.W_A[chunk.rows], into.grad_x[0, chunk.rows], grads["W_A"][chunk.rows]  # [i, d] each
-        multiply = by_rows.input_gradient if into.by_rows else halves.input_gradient
-        multiply(waiting, pairs[0], M if into.by_rows else M[0], top, x[0], *tensors, grad_a[0])
+        rows, w = chunk.rows, p.plan.n_waiting
+        waiting, top = into.place[0, rows, :w], into.top[1:, rows]  # [i, w], [t, i]
+        tensors = p.w.W_A[rows], into.grad_x[0, rows], grads["W_A"][rows]  # [i, d] each
+        p.path.input_gradient(p.plan, waiting, pairs[0], M, top, x[0], *tensors, grad_a[0])
         return
     (b, i, d), fresh = x.shape, chunk.samples.start == 0
     W_A, grad_W_A = p.w.W_A[chunk.rows], grads["W_A"][chunk.rows]  # [i, d], [i, d]
     out = x if into.grad_x is None else into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]
     if into.grad_x is not None:
         if b == 1 and fresh and has_kernel(p, x, W_A, out):
-            # A copy of pairs that wait in the rows of grad_W_A: other programs write these.
+            # Copy pairs that wait in the rows of grad_W_A, since other programs overwrite them.
             pairs = pairs.clone() if into.aside else pairs  # [1, i, q]
             rows_times(pairs, M.mT.contiguous(), out, into.fresh, (x[0], W_A, grad_W_A, grad_a[0]))
             return
         accumulate(p, out, pairs, M, into.fresh)
-    rows, columns = (1, 256) if i * d <= 2**17 else (4, 512)  # few numbers of many samples want small blocks
-    block = {"BLOCK_I": rows, "BLOCK_D": min(next_power_of_2(d), columns), "T": triton_dtype(p)}
+    block = blocks.of_inputs(i, d)
+    block["BLOCK_D"] = min(next_power_of_2(d), block["BLOCK_D"])
     activations_backward_kernel[cdiv(i, block["BLOCK_I"]), cdiv(d, block["BLOCK_D"])](
         x, W_A, grad_a, out, grad_W_A, b, i, d, *x.stride(), W_A.stride(0), grad_a.stride(0), *out.stride(),
-        grad_W_A.stride(0), int(fresh), GRAD_X=into.grad_x is not None, **block,
+        grad_W_A.stride(0), int(fresh), GRAD_X=into.grad_x is not None, T=triton_dtype(p), **block,
     )  # fmt: skip

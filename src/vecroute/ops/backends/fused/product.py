@@ -1,8 +1,8 @@
 """Products of many rows with a small matrix in IEEE float32, on the tensor cores.
 
-cuBLAS does not use them for IEEE float32. Here each operand is split in two tf32 numbers, and three products
-of these give what float32 would, in two thirds of the time. The gradients of the activations can go along:
-then all that is as large as x_inp is read and written once.
+cuBLAS does not use tensor cores for IEEE float32. Here each operand is split into two tf32 numbers; three
+products of these give the digits of float32 in two thirds of the time. The kernel can also compute the
+gradients of the activations, so that everything as large as x_inp is read and written once.
 """
 
 import triton
@@ -10,9 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vecroute.ops.common import cdiv
-
-# Found by trial on one H200, for 1,000,000 rows.
-BLOCKS = {"BLOCK_I": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2}
+from vecroute.ops.plan.blocks import IEEE_PRODUCT
 
 
 @triton.jit
@@ -20,7 +18,7 @@ def rows_kernel(
     a,  # [b, i, k]
     b,  # [b, n, k]
     out,  # [b, i, n]
-    x, W_A, scaled, grad_W_A,  # [i, n], [i, n], [i], [i, n]; where not ACTIVATIONS not read
+    x, W_A, scaled, grad_W_A,  # [i, n], [i, n], [i], [i, n]; not read unless ACTIVATIONS
     n_rows, n_columns, n_inner, a_s, a_i, b_s, b_n, out_s, out_i,  # in units of VEC but n_rows and *_s
     x_i, W_i, grad_W_i,
     ADD: tl.constexpr,
@@ -73,10 +71,11 @@ def rows_times(a: Tensor, b: Tensor, out: Tensor, fresh: bool = True, activation
     sizes = [out.shape[2], a.shape[2], a.stride(1), b.stride(1), out.stride(1)]
     vec = 1 if any(size % 4 for size in sizes) else 4
     columns, inner, a_i, b_n, out_i = (size // vec for size in sizes)
-    grid = cdiv(out.shape[1], BLOCKS["BLOCK_I"]) * cdiv(out.shape[2], BLOCKS["BLOCK_N"]), len(a)
+    block_i, block_n = IEEE_PRODUCT["BLOCK_I"], IEEE_PRODUCT["BLOCK_N"]
+    grid = cdiv(out.shape[1], block_i) * cdiv(out.shape[2], block_n), len(a)
     rows_kernel[grid](
         a, b, out, x, W_A, scaled, grad_W_A, out.shape[1], columns, inner, a.stride(0), a_i, b.stride(0), b_n,
         out.stride(0), out_i, x.stride(-2), W_A.stride(-2), grad_W_A.stride(-2), ADD=not fresh,
-        ACTIVATIONS=activations is not None, VEC=vec, **BLOCKS,
+        ACTIVATIONS=activations is not None, VEC=vec, **IEEE_PRODUCT,
     )  # fmt: skip
     return out

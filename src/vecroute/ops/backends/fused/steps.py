@@ -12,8 +12,9 @@ from torch import Tensor
 from vecroute.ops.backends.fused.matrix import scores_matrix_backward as scores_matrix_backward
 from vecroute.ops.backends.fused.norm import normalized, normalized_backward
 from vecroute.ops.backends.fused.pair_kernels import add_to, triton_dtype
-from vecroute.ops.common import cdiv, next_power_of_2
+from vecroute.ops.common import cdiv
 from vecroute.ops.matmul import add_product
+from vecroute.ops.plan import blocks
 from vecroute.ops.problem import Grads, Problem, over_samples
 
 
@@ -183,11 +184,11 @@ def predictions_backward_kernel(
 def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``chunked_steps.outputs``."""
     (b, j, d), h = y.shape, p.w.B_F2.shape[1]
-    u = torch.empty_like(y, dtype=p.step_dtype)  # [b, j, d]
+    u = torch.empty_like(y, dtype=p.plan.step_dtype)  # [b, j, d]
     x_out = y.new_empty(b, j, h) if out is None else out  # [b, j, h]
-    blocks = row_blocks(max(d, h))
-    outputs_kernel[cdiv(b * j, blocks["BLOCK_R"]),](
-        y, s, p.sqrt_n_inp, p.w.W_F1, p.w.B_F2, u, x_out, b * j, j, d, h, T=triton_dtype(p), **blocks,
+    block = blocks.of_rows(max(d, h))
+    outputs_kernel[cdiv(b * j, block["BLOCK_R"]),](
+        y, s, p.sqrt_n_inp, p.w.W_F1, p.w.B_F2, u, x_out, b * j, j, d, h, T=triton_dtype(p), **block,
     )  # fmt: skip
     add_product(x_out.view(-1, h), u.view(-1, d), p.in_dtype("W_F2", p.w.W_F2, u.dtype), fresh=False)
     return x_out
@@ -195,7 +196,7 @@ def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tens
 
 def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``chunked_steps.predicted``."""
-    dtype, size = p.step_dtype, (*x_out.shape[:2], p.w.W_G1.shape[1])
+    dtype, size = p.plan.step_dtype, (*x_out.shape[:2], p.w.W_G1.shape[1])
     g = x_out.new_empty(size, dtype=dtype) if out is None else out  # [b, j, d]
     v = normalized(x_out, dtype)  # [b, j, h]
     add_product(g.flatten(0, 1), v.flatten(0, 1), p.in_dtype("W_G1", p.w.W_G1, dtype), fresh=True)
@@ -205,10 +206,10 @@ def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
 def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
     """As ``chunked_steps.scores_matrix``."""
     b, j, d = g.shape
-    blocks = row_blocks(d)
-    scores_matrix_kernel[cdiv(b * j, blocks["BLOCK_R"]),](
+    block = blocks.of_rows(d)
+    scores_matrix_kernel[cdiv(b * j, block["BLOCK_R"]),](
         g, p.w.W_G2, p.w.B_G2, p.w.W_S, out, b * j, j, d, out.stride(0), 0,
-        FIXED=not p.variable, T=triton_dtype(p), **blocks,
+        FIXED=not p.variable, T=triton_dtype(p), **block,
     )  # fmt: skip
     return out
 
@@ -217,11 +218,11 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
     """As ``chunked_steps.outputs_backward``."""
     (b, j, d), h = y.shape, grad_x_out.shape[-1]
     grad_x_out, s = grad_x_out.contiguous(), s.contiguous()  # [b, j, h], [b, j]
-    dtype, rounds = p.step_dtype, p.step_dtype != p.dtype
+    dtype, rounds = p.plan.step_dtype, p.plan.step_dtype != p.dtype
     rounded = torch.empty_like(grad_x_out, dtype=dtype) if rounds else grad_x_out  # [b, j, h]
     grad_u, u = torch.empty_like(y, dtype=dtype), torch.empty_like(y, dtype=dtype)  # [b, j, d] each
-    sums, by_row = sum_blocks(b), row_blocks(h)
-    parts, step = parts_of(b, j * max(d, h))
+    sums, by_row = blocks.of_samples(b), blocks.of_rows(h)
+    parts, step = blocks.parts_of_samples(b, j * max(d, h))
     grad_W, fresh_W = sums_of(p, grads, "W_F1", parts)  # [parts, j, d]
     grad_B, fresh_B = sums_of(p, grads, "B_F2", parts)  # [parts, j, h]
     grad_s = torch.empty_like(s)  # [b, j]
@@ -250,14 +251,14 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
 def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: Grads) -> Tensor:
     """As ``chunked_steps.predictions_backward``."""
     (b, j, d), h = g.shape, x_out.shape[-1]
-    grad_g = torch.empty_like(g, dtype=p.step_dtype)  # [b, j, d]
-    blocks, (parts, step) = sum_blocks(b), parts_of(b, j * d)
+    grad_g = torch.empty_like(g, dtype=p.plan.step_dtype)  # [b, j, d]
+    block, (parts, step) = blocks.of_samples(b), blocks.parts_of_samples(b, j * d)
     grad_W, fresh = sums_of(p, grads, "W_G2", parts)  # [parts, j, d]
     own = b == 1 and not p.variable and "B_G2" not in grads and p.width == j  # grad_x_hat, with no other rows
     grad_B = grad_x_hat if own else sums_of(p, grads, "B_G2", parts)[0]  # [parts, j, d]
-    predictions_backward_kernel[cdiv(j * d, blocks["BLOCK_N"]), parts](
+    predictions_backward_kernel[cdiv(j * d, block["BLOCK_N"]), parts](
         grad_x_hat, g, p.w.W_G2, grad_g, grad_W, grad_B, b, j * d, grad_x_hat.stride(0), step, fresh,
-        OF_B=not own, T=triton_dtype(p), **blocks,
+        OF_B=not own, T=triton_dtype(p), **block,
     )  # fmt: skip
     add_parts(grads, "W_G2", grad_W)
     add_parts(grads, "B_G2", grad_B)
@@ -266,27 +267,6 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
     v, grad_x_out = normalized_backward(grad_v, x_out)  # [b, j, h] each
     add_gradient(p, grads, "W_G1", v.flatten(0, 1).mT, rows)
     return grad_x_out
-
-
-def row_blocks(n: int) -> dict[str, int]:
-    """Rows, and features of a row of n."""
-    block = min(next_power_of_2(n), 1024)
-    return {"BLOCK_R": 1024 // block, "BLOCK_D": block}
-
-
-def sum_blocks(b: int) -> dict[str, int]:
-    """Samples to sum over, and numbers of each."""
-    block = min(next_power_of_2(max(1, b)), 8)
-    return {"BLOCK_B": block, "BLOCK_N": 1024 // block}
-
-
-def parts_of(b: int, n: int) -> tuple[int, int]:
-    """In how many parts to sum n numbers over b samples, and how many samples each has.
-
-    One, unless there are so many samples and so few numbers that a GPU would not be busy.
-    """
-    parts = max(1, min(b // 64, 2**17 // n, 2**10))
-    return parts, cdiv(b, parts)
 
 
 def sums_of(p: Problem, grads: Grads, name: str, parts: int) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""A Triton kernel for sums over inputs, in the words of ``fused_pairs``."""
+"""A Triton kernel for sums over inputs; ``pair_kernels`` explains the names in it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +11,7 @@ from torch import Tensor
 from vecroute.ops import matmul
 from vecroute.ops.backends.fused.pair_kernels import add_to, in_units
 from vecroute.ops.common import cdiv, next_power_of_2
-
-LEAST_SUMS = 512  # below, a GPU would not be busy
+from vecroute.ops.plan import limits
 
 
 @triton.jit
@@ -40,19 +39,19 @@ def sum_rows_kernel(
     add_to(out + b * out_b + o_j, tl.sum(total, 0)[None, :], o_j < n_out, fresh, T)
 
 
-def summer(out: Tensor, like: Tensor) -> Callable[[Tensor, bool], object]:
-    """As ``products.summer``; of many sums of values that are neighbours in k, [b, k, i], in one kernel.
+def summer(out: Tensor, values: Tensor) -> Callable[[Tensor, bool], object]:
+    """As ``chunked.summer``; one kernel for many sums of values [b, k, i] that are neighbours in k.
 
-    A sum by PyTorch of 20 MB of these takes an H200 16 us, three times as long as to read them.
+    PyTorch takes 16 us on an H200 to sum 20 MB of them, three times as long as to read them.
     """
-    b, k, i = like.shape
-    long = b == 1 and i >= matmul.MANY_ROWS
-    if like.stride(1) != 1 or b * k < LEAST_SUMS or long:
+    b, k, i = values.shape
+    long = b == 1 and i >= limits.SUM_ROWS
+    if values.stride(1) != 1 or b * k < limits.LEAST_SUMS or long:
         return matmul.summer(out, i)
     dtype = tl.float64 if out.dtype == torch.float64 else tl.float32
     launch = partial(
         sum_rows_kernel[cdiv(k, 8), b], out=out, out_b=out.stride(0), BLOCK_J=8, num_warps=8,
         BLOCK_I=min(1024, next_power_of_2(i)), T=dtype,
-        **in_units({"values_b": like.stride(0), "values_i": like.stride(2)}, k),
+        **in_units({"values_b": values.stride(0), "values_i": values.stride(2)}, k),
     )  # fmt: skip
     return lambda values, fresh: launch(values=values, n_inp=values.shape[-1], fresh=int(fresh))

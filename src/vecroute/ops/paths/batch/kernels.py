@@ -10,7 +10,7 @@ as tf32, and with a unit enough range, at half the bytes and twice the rate. Row
 each. Pairs that are summed over inputs have one for each tile, since a unit must be constant along the summed
 dimension; they are times the top of x_inp.
 
-Kernel vocabulary: ``o_`` offsets, ``m_`` masks of what is inside, ``b_`` blocks of values.
+Names in kernels: ``o_`` offsets, ``m_`` masks of valid elements, ``b_`` blocks of values.
 """
 
 import triton
@@ -306,7 +306,7 @@ def times_top(value, tops, o_j, m_j, HALF: tl.constexpr):
 
 @triton.jit
 def rising_top(greatest, before, o_r, m_i, FRESH: tl.constexpr):
-    """Tops of rows, not less than those of the iteration after, whose results are multiplied before these."""
+    """Tops of rows, at least as large as in the iteration after this one, which the backward did before."""
     top = top_below(greatest)
     return top if FRESH else tl.maximum(top, tl.load(before + o_r, mask=m_i, other=0.0))
 
@@ -360,7 +360,7 @@ def next_backward_kernel(
     add_to(grad_f + o_r, tl.sum(u * grad_phi, 1), m_i, FRESH)
     grad_phi *= b_f[:, None]
     of_R = R * (b_sum * grad_phi)
-    # The same products as in the sum, so that nothing is left where one output has all of R.
+    # The same products as in the sum, so that they cancel exactly if one output has all of R.
     grad_z = tl.where(m_used, (of_R - R * tl.sum(of_R, 1)[:, None]) * rest, 0.0)
     if FIXED:
         p_parts = parts + b * part_b + o_i[:, None] * n_out + o_j[None, :]
@@ -411,9 +411,9 @@ def first_backward_kernel(
     shared_tops,  # [2 j] tops of the rows for c_sum and c_ign
     c_sum, c_ign, f, sqrt_n_inp, grad_s, use, tiles,  # as above
     results,  # [r, q] from column M_0 on: phi, and where not FIXED the gradients of c_sum and c_ign
-    before, tops,  # [t - 1, r] tops of later iterations, the first last; [r] those of all results in the end
+    before, tops,  # [t - 1, r] tops of later iterations, the second one last; [r] tops of all results
     grad_c, grad_f, parts,  # as above; grad_f turns into the gradient of W_A x_inp
-    to_sum, sum_tops, sums,  # where not FIXED [r, 2 j] these gradients, [n], [n, 2 j + 1] with that of a_inp
+    to_sum, sum_tops, sums,  # unless FIXED [r, 2 j] these gradients; [n]; [n, 2 j + 1] sums, at last a_inp's
     n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
     n_rows,
     PRIOR: tl.constexpr, N_ITERS: tl.constexpr, FRESH: tl.constexpr, FIXED: tl.constexpr,
@@ -422,9 +422,9 @@ def first_backward_kernel(
     PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``first_kernel``, after that of every later iteration.
+    """The gradient of ``first_kernel``; the backward did all later iterations before.
 
-    The results of those have units of their own, which rise: in the end all have that of the first.
+    Their results have units of their own, which rise. In the end all results get the unit of this one.
     """
     tile = tl.program_id(0).to(tl.int64)
     b, first, end = tile_of(tiles, n_inp, per_sample, tile, BLOCK_I, PACKED)
@@ -709,7 +709,7 @@ def activations_backward_kernel(
     n_batch, n_inp, d_inp, x_i,
     UNUSED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of W_A and B_A of a fixed length, from grad_a, that of W_A x_inp; sums over samples."""
+    """Gradients of W_A and B_A if n_inp is given: sums over samples. grad_a is the gradient of W_A x_inp."""
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_i, m_d = o_i < n_inp, o_d < d_inp

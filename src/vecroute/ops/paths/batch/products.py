@@ -1,8 +1,7 @@
 """Triton kernels of the batch path between two passes over the inputs: products of small matrices.
 
-Each does what comes before and after its product too,
-since here a launch costs more than the work. A row is one
-output j of one sample b.
+Each kernel also does the work before and after its product, since a launch costs more than that work. A row
+is one output j of one sample b.
 """
 
 import triton

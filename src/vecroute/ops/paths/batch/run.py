@@ -13,6 +13,7 @@ from torch import Tensor
 from vecroute.ops.common import Weights, aligned
 from vecroute.ops.launch import Stream
 from vecroute.ops.paths.batch.steps import Steps, Sum
+from vecroute.ops.plan import Plan
 
 
 def arguments(x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None):
@@ -32,9 +33,12 @@ def flat_mask(mask: Tensor, x_inp: Tensor) -> Tensor:
 
 
 def forward(
-    steps: Steps, x_inp: Tensor, w: dict[str, Tensor], input_mask, use, cu_seqlens, phi_out: Tensor | None
-):
-    """x_out [..., j, h] and the memory that the backward pass needs; fills phi_out [r, j] if it is given."""
+    plan: Plan, x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None,
+    cu_seqlens: Tensor | None, phi: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x_out [..., j, h] and the memory that the backward pass needs; fills phi [..., i, j] if it is given."""
+    x_inp, w, input_mask, use = arguments(x_inp, weights, input_mask, pair_mask)
+    steps: Steps = plan.steps
     case, stream = steps.case, Stream(x_inp.device)
     saved, temporary = steps.saved.new(x_inp), steps.temporary.new(x_inp)
     kept, t, at = steps.saved.at(saved), steps.temporary.at(temporary), pointers(stream, w)
@@ -42,8 +46,8 @@ def forward(
     x_out = x_inp.new_empty(*shape, steps.n_out, steps.h, dtype=steps.dtype)  # [..., j, h]
     f, M = kept["f"], kept["M"]
     none = f  # for arguments that a kernel does not read
-    input_mask, use, cu, phi_out, x = (
-        none if m is None else address(stream, m) for m in (input_mask, use, cu_seqlens, phi_out, x_inp)
+    mask, use, cu, phi_out, x = (
+        none if t is None else address(stream, t) for t in (input_mask, use, cu_seqlens, phi, x_inp)
     )
     n, tiles = kept["sqrt_n_inp"], kept.get("tiles", none)
     if steps.packed:
@@ -52,11 +56,11 @@ def forward(
     shared, bias, shared_tops = (kept.get(name, none) for name in ("shared", "bias", "shared_tops"))
     if case.variable:
         of_c = at["W_use"], at["W_ign"], at["B_use"], at["B_ign"], at["W_A"]
-        steps.shared_rows(stream, *of_c, input_mask, n, shared, shared_tops, bias)
+        steps.shared_rows(stream, *of_c, mask, n, shared, shared_tops, bias)
     else:
-        steps.lengths(stream, input_mask, n)
+        steps.lengths(stream, mask, n)
     x_half, x_tops, M_tops = kept.get("x", none), kept.get("x_tops", none), kept.get("M_tops", none)
-    steps.inputs(stream, x, at["W_A"], at["B_A"], n, input_mask, use, tiles, f, x_half, x_tops)
+    steps.inputs(stream, x, at["W_A"], at["B_A"], n, mask, use, tiles, f, x_half, x_tops)
     x = x_half if steps.half else x
     c = (kept["c"], kept["c"]) if case.variable else betas
     to_sum = t["phi"], t["tops"], t["tile_sums"]
@@ -69,26 +73,15 @@ def forward(
                 stream, x, M, x_tops, M_tops, *c, at["W_S"], at["B_S"], f, use, tiles, *to_sum, phi_out
             )
         y, s = kept[f"y{k}"], kept[f"s{k}"]
-        add_up(
-            stream,
-            steps.sum_pairs_j,
-            to_sum,
-            x,
-            f,
-            (tiles, kept.get("parts", none), none, none),
-            cu,
-            t,
-            "sum",
-            y,
-            s,
-        )
+        tables = tiles, kept.get("parts", none), none, none
+        add_up(stream, steps.sum_pairs_j, to_sum, x, f, tables, cu, t, "sum", y, s)
         x_out_k = address(stream, x_out) if k == steps.last else kept[f"before{k}"]
         small_steps(stream, steps, k, kept, t, at, x_out_k)
     return x_out, saved
 
 
 def small_steps(stream: Stream, steps: Steps, k: int, kept: dict, t: dict, at: dict, x_out) -> None:
-    """What comes after the pass of iteration k: x_out [b, j, h], and x_hat for the next one."""
+    """The steps after the pass of iteration k: x_out [b, j, h], and x_hat for the next one."""
     y, s, n, M = kept[f"y{k}"], kept[f"s{k}"], kept["sqrt_n_inp"], kept["M"]
     if steps.large:
         steps.outputs(stream, y, s, n, at["W_F1"], at["B_F2"], t["u"], x_out)
@@ -113,10 +106,12 @@ def small_steps(stream: Stream, steps: Steps, k: int, kept: dict, t: dict, at: d
 
 
 def backward(
-    steps: Steps, grad_x_out: Tensor, x_inp: Tensor, w: dict[str, Tensor], use, cu_seqlens, saved: Tensor,
-    need_grad_x: bool,
-):  # fmt: skip
+    plan: Plan, grad_x_out: Tensor, x_inp: Tensor, weights: Weights, pair_mask: Tensor | None,
+    cu_seqlens: Tensor | None, saved: Tensor, need_grad_x: bool,
+) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
     """Gradients of x_inp (None if not needed) and of the parameters by name, from grad_x_out [..., j, h]."""
+    x_inp, w, _, use = arguments(x_inp, weights, None, pair_mask)
+    steps: Steps = plan.steps
     case, stream = steps.case, Stream(x_inp.device)
     memory = steps.back.new(x_inp)
     kept, t, at = steps.saved.at(saved), steps.back.at(memory), pointers(stream, w)
@@ -160,19 +155,8 @@ def backward(
             row(stream, steps, tops, steps.last - k - 1), row(stream, steps, tops, steps.last - k), *after,
         )  # fmt: skip
         grad_x_hat, sums = t["grad_x_hat"], t["sums"]
-        add_up(
-            stream,
-            steps.sum_pairs_j,
-            to_sum,
-            x,
-            f,
-            (tiles, kept.get("parts", none), none, none),
-            cu,
-            t,
-            "sum",
-            grad_x_hat,
-            sums,
-        )
+        tables = tiles, kept.get("parts", none), none, none
+        add_up(stream, steps.sum_pairs_j, to_sum, x, f, tables, cu, t, "sum", grad_x_hat, sums)
         g, before = kept[f"g{k - 1}"], kept[f"before{k - 1}"]
         if case.variable:
             steps.scores_matrix_backward(
@@ -198,17 +182,9 @@ def backward(
     grad_x = None
     if need_grad_x:
         grad_x = torch.empty(x_inp.shape, dtype=x_inp.dtype, device=x_inp.device)
-        steps.input_gradient(
-            stream,
-            t["results"],
-            row(stream, steps, tops, steps.last),
-            M,
-            f,
-            t["grad_f"],
-            at["W_A"],
-            tiles,
-            address(stream, grad_x),
-        )
+        top = row(stream, steps, tops, steps.last)
+        of_x = M, f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
+        steps.input_gradient(stream, t["results"], top, *of_x)
     return grad_x, grads
 
 

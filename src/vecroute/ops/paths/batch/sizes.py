@@ -4,15 +4,8 @@ import torch
 
 from vecroute.ops.common import cdiv, compute_dtype
 from vecroute.ops.launch import Memory
-from vecroute.ops.plan import Plan
-
-TILE = 64  # rows of a tile, of one sample
-PACKED_TILES = 16  # of a part of a sum over the inputs of packed samples
-# A sum over inputs is cut into parts until there are as many programs: an H200 has 132 multiprocessors.
-LEAST_PROGRAMS = 120
-EXTRA = 4  # rows of a sum over all inputs for W_A, whose programs have no tensor cores to help
-LARGE_PRODUCT = 2**27  # multiplications of a product, from where on cuBLAS does those between two passes
-WORKSPACE = 2**24  # bytes for cuBLAS
+from vecroute.ops.plan import Plan, limits
+from vecroute.ops.plan.limits import PACKED_TILES, TILE
 
 
 def aligned(n: int, to: int) -> int:
@@ -20,10 +13,7 @@ def aligned(n: int, to: int) -> int:
 
 
 class Sizes:
-    """What the launches of a plan have to know, and the arrays that they fill.
-
-    ``saved`` lives until the backward pass, ``temporary`` and ``back`` for one pass.
-    """
+    """Sizes that the launches of a plan share, and the arrays ``saved`` until the backward pass."""
 
     def __init__(self, plan: Plan):
         case = self.case = plan.case
@@ -34,9 +24,9 @@ class Sizes:
         self.n_M = self.n_out * (2 * case.n_iters - 1)  # rows of M that each sample has for itself
         self.n_shared = 2 * self.n_out if case.variable else 0  # those that all share, for c_sum and c_ign
         self.results_i = aligned(self.n_M + self.n_shared, 16)  # so that kernels load 16 bytes at once
-        # cuBLAS multiplies float32 and float64 parameters; it is faster from here on, but takes more
-        # launches.
-        self.large = case.w_dtype == self.dtype and self.batch * self.n_out * self.d * self.h >= LARGE_PRODUCT
+        # Whether cuBLAS multiplies between two passes: faster for large products, but with more launches.
+        n_products = self.batch * self.n_out * self.d * self.h
+        self.large = case.w_dtype == self.dtype and n_products >= limits.LARGE_PRODUCT
         self.unused = case.input_mask or case.use_strides is not None
         self.use = case.use_strides or (0, 0, 0)
         self.per_sample = 1 if self.packed else cdiv(self.n_inp, TILE)

@@ -17,19 +17,11 @@ from vecroute.ops.backends.fused.steps import (
 from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.launch import Launch, Memory, Product
 from vecroute.ops.paths.batch import kernels, products
-from vecroute.ops.paths.batch.sizes import EXTRA, LEAST_PROGRAMS, PACKED_TILES, TILE, WORKSPACE, Sizes
-from vecroute.ops.plan import Plan
+from vecroute.ops.paths.batch.sizes import Sizes
+from vecroute.ops.plan import Plan, blocks
+from vecroute.ops.plan.limits import LEAST_PROGRAMS, PACKED_TILES, TILE, WORKSPACE
+from vecroute.ops.plan.limits import W_A_PROGRAMS as EXTRA
 
-# Found by trial on one H200 for halves. A program for the gradient of x_inp: its rows, features, warps, the
-# columns
-# that it multiplies at a time, and stages of its pipeline. Kernels over tiles: registers of a thread and
-# stages,
-# forward (True) and backward. Sums over inputs: stages.
-INPUT_GRADIENT = 64, 64, 4, 64, 3
-REGISTERS = {True: 128, False: 128}
-STAGES = {True: 3, False: 4}
-SUM_STAGES = 4  # as many tiles as a sum over inputs loads ahead, if they fit into SHARED_BYTES
-SHARED_BYTES = 227 * 1024  # of shared memory that a program may have on a Hopper GPU
 TL = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -51,7 +43,7 @@ class Steps(Sizes):
     def __init__(self, plan: Plan):
         super().__init__(plan)
         self.T = TL[self.dtype]
-        operand = torch.float16 if self.half else plan.operand
+        operand = torch.float16 if self.half else plan.operand_dtype
         # How products of small matrices multiply.
         small = "ieee" if self.dtype == torch.float64 else "tf32" if self.case.tf32 else "tf32x3"
         self.small = {"PRECISION": small, "T": self.T}
@@ -76,7 +68,7 @@ class Steps(Sizes):
         if self.packed and not whole:
             return PACKED_TILES, 1, self.packed_parts()
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
-        block_q, block_d = sum_blocks(columns)
+        block_q, block_d = blocks.of_sums(columns)
         programs = batch * cdiv(self.d, block_d) * cdiv(columns, block_q)
         tiles = cdiv(n_tiles, max(1, min(cdiv(n_tiles, 4), cdiv(LEAST_PROGRAMS, programs))))
         n = cdiv(n_tiles, tiles)
@@ -127,9 +119,9 @@ class Steps(Sizes):
 
     # Launches
 
-    def tiles(self, kernel: Any, letters: str, sizes: tuple, blocks: dict, **constants: Any) -> Launch:
+    def tiles(self, kernel: Any, letters: str, sizes: tuple, block: dict, **constants: Any) -> Launch:
         """A kernel over tiles; a letter for the dtype of each pointer."""
-        constants = {**constants, "PACKED": self.packed, **self.precision, **blocks}
+        constants = {**constants, "PACKED": self.packed, **self.precision, **block}
         sizes = self.n_inp, self.per_sample, *sizes
         return Launch(kernel, (self.n_tiles, 1, 1), self.dtypes(letters), sizes, **constants)
 
@@ -147,10 +139,10 @@ class Steps(Sizes):
             **kinds,
         )  # fmt: skip
         kinds |= {"UNUSED": self.unused}
-        blocks = self.blocks(forward=True)
+        block = blocks.of_tiles(j, half=self.half, forward=True)
         shown = [case.need_phi and k == self.last for k in range(case.n_iters)]
         self.first = self.tiles(
-            kernels.first_kernel, "xMfffwwfmifpfff", (j, self.x_i, self.x_i, self.x_i, *self.use), blocks,
+            kernels.first_kernel, "xMfffwwfmifpfff", (j, self.x_i, self.x_i, self.x_i, *self.use), block,
             PRIOR=case.prior,
             SHOWN=shown[0], **kinds,
         )  # fmt: skip
@@ -158,7 +150,7 @@ class Steps(Sizes):
         self.next = [
             self.tiles(
                 kernels.next_kernel, f"xMff{c}wwfmipfff",
-                (j, self.x_i, self.x_i, self.x_i, self.n_M, (2 * k - 1) * j, c_i, c_0, *self.use), blocks,
+                (j, self.x_i, self.x_i, self.x_i, self.n_M, (2 * k - 1) * j, c_i, c_0, *self.use), block,
                 SHOWN=shown[k],
                 **kinds,
             )
@@ -174,7 +166,7 @@ class Steps(Sizes):
         """F and G: products by cuBLAS where they are large, else by kernels that do the rest too."""
         case, b, j, d, h = self.case, self.batch, self.n_out, self.d, self.h
         if not self.large:
-            block = product_blocks(b * j, h, d)
+            block = blocks.of_product(b * j, h)
             self.outputs = Launch(
                 products.outputs_kernel,
                 block.pop("grid"),
@@ -183,7 +175,7 @@ class Steps(Sizes):
                 **self.small,
                 **block,
             )
-            block = product_blocks(b * j, d, h)
+            block = blocks.of_product(b * j, d)
             grid = block.pop("grid")
             # x_hat goes to M, or where that has halves to rows of its own.
             self.predictions = [
@@ -195,7 +187,7 @@ class Steps(Sizes):
                 for k in range(self.last)
             ]  # fmt: skip
             return
-        by_row = row_blocks(max(d, h))
+        by_row = blocks.of_rows(max(d, h))
         n = cdiv(b * j, by_row["BLOCK_R"])
         self.outputs = Launch(
             outputs_kernel, (n, 1, 1), self.dtypes("fffwwff"), (b * j, j, d, h), T=self.T, **by_row
@@ -203,7 +195,7 @@ class Steps(Sizes):
         self.out_product = Product((b * j, h, d), self.dtype, workspace=WORKSPACE, add=True, tf32=case.tf32)
         self.normalize = self.by_vectors(normalize_kernel, "ff")
         self.predict = Product((b * j, d, h), self.dtype, workspace=WORKSPACE, tf32=case.tf32)
-        by_row = row_blocks(d)
+        by_row = blocks.of_rows(d)
         n = cdiv(b * j, by_row["BLOCK_R"])
         self.scores_matrix = [
             Launch(
@@ -216,11 +208,9 @@ class Steps(Sizes):
 
     def by_vectors(self, kernel: Any, letters: str) -> Launch:
         """A kernel whose programs have whole output vectors."""
-        n, block = self.batch * self.n_out, next_power_of_2(self.h)
-        rows = max(1, 2048 // block)
-        return Launch(
-            kernel, (cdiv(n, rows), 1, 1), self.dtypes(letters), (n, self.h), BLOCK_R=rows, BLOCK_D=block
-        )
+        n, block = self.batch * self.n_out, blocks.of_vectors(self.h)
+        grid = cdiv(n, block["BLOCK_R"]), 1, 1
+        return Launch(kernel, grid, self.dtypes(letters), (n, self.h), **block)
 
     def own_rows(self, first: int) -> tuple[int, int]:
         """Where float32 rows of M go, from row ``first`` on: the stride of samples, and the offset."""
@@ -237,7 +227,7 @@ class Steps(Sizes):
         m, n, k = sizes
         a = (1, m) if transposed[0] else (k, 1)
         b = (1, k) if transposed[1] else (n, 1)
-        block = product_blocks(m, n, k)
+        block = blocks.of_product(m, n)
         letters = "fwf" if transposed[1] else "fff"  # W_F2 and W_G1 are parameters
         return Launch(
             products.product_kernel,
@@ -275,20 +265,6 @@ class Steps(Sizes):
             T=self.T,
         )  # fmt: skip
 
-    def blocks(self, forward: bool) -> dict[str, int]:
-        """The blocks of kernels over tiles."""
-        block_j = max(16, next_power_of_2(self.n_out))
-        few = block_j <= (64 if forward else 16)
-        block_k = 64 if self.half else 32
-        # With fewer registers for a thread, more programs are on a multiprocessor at once.
-        registers = (
-            {"maxnreg": REGISTERS[forward]}
-            if self.half and block_j >= 64 and (forward or block_j == 64)
-            else {}
-        )
-        blocks = {"BLOCK_I": TILE, "BLOCK_J": block_j, "BLOCK_K": block_k, "num_stages": STAGES[forward]}
-        return {**blocks, "num_warps": 4 if few else 8, **registers}
-
     def halves(self, n: int, batch: int, of: int, first: int) -> Launch:
         """Rows [batch, n, d] as halves, into the rows of M [batch, of, x_i] from the first on."""
         sizes = first, self.d, n * self.d, of * self.x_i, of, self.x_i
@@ -299,18 +275,17 @@ class Steps(Sizes):
         """Sums over the inputs of each sample, or of all samples, of as many columns of pairs."""
         packed = self.packed and not whole
         tiles, n, n_parts = self.parts(columns, whole)
-        block_q, block_d = sum_blocks(columns)
-        pairs, x_inp = self.dtypes("px")
-        tile_bytes = TILE * (block_q * pairs.itemsize + block_d * x_inp.itemsize)
-        stages = min(SUM_STAGES, SHARED_BYTES // tile_bytes)
+        block_q, block_d = blocks.of_sums(columns)
         extra = EXTRA if whole else 0
+        sizes = self.dtypes("p")[0].itemsize, self.dtypes("x")[0].itemsize
+        stages = blocks.sum_stages(columns, sizes, self.case.device.shared_bytes)
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         parts = Launch(
             kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q) + extra),
             self.dtypes("pxfffiiffff"),
             (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, EXTRA=extra,
-            PACKED=self.packed,
-            UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q, BLOCK_D=block_d, STAGES=stages,
+            PACKED=self.packed, UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q,
+            BLOCK_D=block_d, STAGES=stages,
             num_warps=8 if block_q > 64 or whole else 4, **self.precision,
         )  # fmt: skip
         n_sums = columns + extra
@@ -328,7 +303,7 @@ class Steps(Sizes):
         iterations = range(case.n_iters)
         fresh = [int(k == self.last) for k in iterations]
         self.grad_u = self.product((b * j, d, h), transposed=(False, True))
-        sums, by_row = sum_blocks_of_samples(b), row_blocks(h)
+        sums, by_row = blocks.of_samples(b, 8 if b <= 64 else 32), blocks.of_rows(h)
         n_W, n_B, n_s = (
             cdiv(j * d, sums["BLOCK_N"]),
             cdiv(j * h, sums["BLOCK_N"]),
@@ -349,7 +324,7 @@ class Steps(Sizes):
             self.product((d, h, b * j), transposed=(True, False), add=not fresh[k]) for k in iterations
         ]
         self.make_pairs_backward(fresh)
-        by_row = row_blocks(d)
+        by_row = blocks.of_rows(d)
         self.scores_matrix_backward = Launch(
             scores_matrix_backward_kernel, (cdiv(b * j, by_row["BLOCK_R"]), 1, 1), self.dtypes("ffwwwff"),
             (b * j, j, d, j * d, j), T=self.T, **by_row,
@@ -373,7 +348,7 @@ class Steps(Sizes):
         case, b, j, d = self.case, self.batch, self.n_out, self.d
         kinds = {"FIXED": not case.variable, "MASKED": case.use_strides is not None, "UNUSED": self.unused}
         c_i, c_0, c = (2 * j, j, "ff") if case.variable else (j, 0, "ww")
-        blocks = self.blocks(forward=False)
+        block = blocks.of_tiles(j, half=self.half, forward=False)
 
         def sizes(k: int) -> tuple[int, ...]:
             of_M = self.x_i, self.x_i, self.x_i, self.n_M, self.blocks_of[k] * j
@@ -384,33 +359,32 @@ class Steps(Sizes):
                 kernels.next_backward_kernel,
                 f"xMff{c}wwffmipfffffpff",
                 sizes(k),
-                blocks,
+                block,
                 FRESH=bool(fresh[k]),
                 **kinds,
             )
             for k in range(case.n_iters)
         ]
         self.first_backward = self.tiles(
-            kernels.first_backward_kernel, f"xMfff{c}fffmipfffffpff", (*sizes(0), self.n_rows), blocks,
+            kernels.first_backward_kernel, f"xMfff{c}fffmipfffffpff", (*sizes(0), self.n_rows), block,
             PRIOR=case.prior,
             N_ITERS=case.n_iters, FRESH=bool(fresh[0]), **kinds,
         )  # fmt: skip
         if case.variable:
             self.sum_shared = self.sum(self.n_shared, whole=True)
             self.shared_backward = Launch(
-                kernels.shared_backward_kernel, (cdiv(j, 32), cdiv(d, 32), 1), self.dtypes("ffffffff"), (j,
-                                                                                                         d),
-                EXTRA=EXTRA, BLOCK_Q=32, BLOCK_D=32, T=self.T,
+                kernels.shared_backward_kernel, (cdiv(j, 32), cdiv(d, 32), 1), self.dtypes("ffffffff"),
+                (j, d), EXTRA=EXTRA, T=self.T, **blocks.MATRIX,
             )  # fmt: skip
         else:
             self.sum_pairs = self.sum_samples(4 if case.n_iters > 1 else 2, self.n_inp * j, 1)
-            rows, block_d = (1, 256) if self.n_inp * d <= 2**17 else (4, 512)
+            rows, block_d = blocks.of_inputs(self.n_inp, d).values()
             self.activations_backward = Launch(
                 kernels.activations_backward_kernel, (cdiv(self.n_inp, rows), cdiv(d, block_d), 1),
                 self.dtypes("Xfffff"),
                 (b, self.n_inp, d, d), UNUSED=self.unused, BLOCK_I=rows, BLOCK_D=block_d, T=self.T,
             )  # fmt: skip
-        rows, block_d, warps, block_k, stages = (TILE, 128, 4, 32, 3) if not self.half else INPUT_GRADIENT
+        rows, block_d, warps, block_k, stages = blocks.INPUT_GRADIENT[self.half]
         n_blocks = cdiv(d, block_d)
         per_sample = cdiv(self.n_inp, rows)
         shared = self.saved.distance("M", "shared") if case.variable else 0
@@ -426,40 +400,6 @@ class Steps(Sizes):
     def sum_samples(self, k: int, n: int, fresh: int) -> Launch:
         """The sum over samples of k arrays [b, n]."""
         return Launch(
-            sum_samples_kernel, (cdiv(n, 32), k, 1), self.dtypes("fffff"), (self.batch, n, fresh),
-            BLOCK_B=32, BLOCK_N=32,
-            T=self.T,
+            sum_samples_kernel, (cdiv(n, blocks.SAMPLES["BLOCK_N"]), k, 1), self.dtypes("fffff"),
+            (self.batch, n, fresh), T=self.T, **blocks.SAMPLES,
         )  # fmt: skip
-
-
-def sum_blocks(columns: int) -> tuple[int, int]:
-    """Columns of pairs and features of x_inp that a program of a sum over inputs has."""
-    return max(16, min(128, next_power_of_2(columns))), 128
-
-
-def product_blocks(m: int, n: int, k: int) -> dict[str, Any]:
-    """The grid and blocks of a product of small matrices, of enough programs to fill a GPU."""
-    rows = 128 if cdiv(m, 128) * cdiv(n, 128) >= LEAST_PROGRAMS // 2 else 64
-    columns = max(16, min(rows, next_power_of_2(n)))
-    grid = cdiv(m, rows), cdiv(n, columns), 1
-    warps = 8 if rows == columns == 128 else 4
-    return {
-        "grid": grid,
-        "BLOCK_M": rows,
-        "BLOCK_N": columns,
-        "BLOCK_K": 32,
-        "num_warps": warps,
-        "num_stages": 3,
-    }
-
-
-def row_blocks(n: int) -> dict[str, int]:
-    """Rows, and features of a row of n."""
-    block = min(next_power_of_2(n), 1024)
-    return {"BLOCK_R": 1024 // block, "BLOCK_D": block}
-
-
-def sum_blocks_of_samples(b: int) -> dict[str, int]:
-    """Samples to sum over, and numbers of each."""
-    block = min(next_power_of_2(b), 8 if b <= 64 else 32)
-    return {"BLOCK_B": block, "BLOCK_N": 1024 // block}

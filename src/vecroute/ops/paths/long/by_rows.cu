@@ -1,36 +1,32 @@
-// The gradients of x_inp and of W_A: what input_gradient.py calls. Of one sample of a fixed length they are
+// The gradients of x_inp and of W_A for one sample of a fixed length, called by by_rows.py:
 //
 //     grad_x = unit (pairs M) + grad_a W_A      grad_W_A = grad_a x_inp
 //
-// and of a BATCH of a variable length, whose pairs and M have a_inp too, grad_x = unit (pairs M) alone.
+// A group of 128 threads has 64 rows. Their pairs stay in registers while M, which the groups of a block share,
+// passes through shared memory some columns at a time. So a block reads pairs from memory once, and M from the
+// cache once. x_inp and W_A are on their way to registers while the tensor cores multiply; these registers leave
+// room for 64 columns of products.
 //
-// A group of 128 threads has 64 rows. Their pairs stay in registers while M, shared by the groups of a block,
-// goes by some columns at a time; so pairs come from memory once, and M, from the cache, once for all rows of a
-// block. With 128 columns the tensor cores are a third faster than with 64, for which alone there are registers
-// where x_inp and W_A have some too.
-// x_inp and W_A, but in a BATCH, are on their way to registers while the tensor cores multiply.
+// Pairs may wait in the rows of grad_W_A: one warp alone reads and writes a row.
 //
-// Pairs may wait in the rows of grad_W_A: a row is read and written by one warp alone.
-//
-// Before this file come hopper.cu; BATCH; WAITING, the iterations that wait; N_OUT; N_LAST, how many pairs the
-// last has; COLUMNS, of a part of M; STAGES, how many parts are there at a time; and gradient_mma, which multiplies
-// on the tensor cores.
+// Before this file come hopper.cu; WAITING, the iterations whose pairs wait; N_OUT; COLUMNS, of a part of M;
+// STAGES, how many parts are in shared memory at a time; and gradient_mma, which multiplies on the tensor cores.
 
 constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64;
 constexpr int N_WAITING = 2 * N_OUT * WAITING;
-constexpr int N_PAIRS = N_WAITING + N_LAST, K = (N_PAIRS + 31) / 32 * 32;  // all pairs of a row, padded
+constexpr int N_PAIRS = N_WAITING + N_OUT, K = (N_PAIRS + 31) / 32 * 32;  // all pairs of a row, padded
 
 // Places in shared memory, in bytes.
 constexpr int TILE = COLUMNS * 128;  // 64 pairs of a part of M, as the tensor cores read them
 constexpr int STAGE = (K + 63) / 64 * TILE;
 constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], after the order of the tensor cores
-constexpr int BARRIERS = PRODUCTS + (1 - BATCH) * GROUPS * ROWS * COLUMNS * 4;  // of M
+constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * COLUMNS * 4;  // of M
 
 struct Arguments {
-    const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, N_LAST], [d / COLUMNS] stages
+    const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, j], [d / COLUMNS] stages
     const float* top;                         // [WAITING + 1, i] units of pairs, ascending powers of two
-    const float *x, *W_A, *grad_a;            // [i, d], [i, d], [i]; none in a BATCH
-    float *grad_x, *grad_W_A;                 // [i, d]; the second not in a BATCH
+    const float *x, *W_A, *grad_a;            // [i, d], [i, d], [i]
+    float *grad_x, *grad_W_A;                 // [i, d]
     int n, d, waiting_i, phi_i, top_t, x_i, W_A_i, grad_x_i, grad_W_A_i;  // sizes, and strides of rows
 };
 
@@ -66,16 +62,14 @@ struct Group {
                 const int k = c * 32 + lane % 4 * 8, t = min(k / (2 * N_OUT), WAITING - 1);
                 uint4 v = load_8((k < N_WAITING ? waiting : phi) + k, inside && k < N_PAIRS);
                 if (k + 8 > N_PAIRS) v.z = v.w = 0;  // half of it is padding
-                // In a BATCH, that of c_sum is of the iteration that waits too.
-                const bool waits = k < N_WAITING || BATCH && k / N_OUT == 2 * WAITING + 1;
-                float by = waits ? top[(size_t)t * p.top_t] / last : 1.f;
+                float by = k < N_WAITING ? top[(size_t)t * p.top_t] / last : 1.f;
                 const u32 both = last == 0.f ? 0 : halves(by, by);
                 pairs[c][h][0] = times(v.x, both), pairs[c][h][1] = times(v.y, both);
                 pairs[c][h][2] = times(v.z, both), pairs[c][h][3] = times(v.w, both);
             }
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) a[i] = !BATCH && inside(block, i) ? p.grad_a[row(block, i)] : 0.f;
+        for (int i = 0; i < 8; ++i) a[i] = inside(block, i) ? p.grad_a[row(block, i)] : 0.f;
     }
 
     INLINE size_t row(int block, int i) const { return block + warp * 16 + 2 * i + lane / 16; }
@@ -91,7 +85,7 @@ struct Group {
         }
     }
 
-    // Of 32 pairs, a step multiplies the first or second 4 of every 8: M has them in this order too.
+    // A step multiplies the first or the second 4 of every 8 pairs; M has its rows in this order too.
     INLINE void multiply(int k) {
         const u64 b = matrix(M.part(k));
         M.wait_for(k);
@@ -105,7 +99,7 @@ struct Group {
         }
         mma_commit();
         mma_wait(total);
-        if (BATCH) M.used_counting(k); else M.used(k);
+        M.used(k);
     }
 
     // Where 4 products of a row of this warp are: all lanes that write or read at once have other banks.
@@ -136,16 +130,6 @@ struct Group {
         }
         __syncwarp();
     }
-    // The same where there is nothing to add.
-    INLINE void store_products(int block, int column) {
-        const int first = block + warp * 16 + lane / 4;
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 8; ++i) {
-            const int row = first + i % 2 * 8;
-            float* to = p.grad_x + (size_t)row * p.grad_x_i + column + i / 2 * 16 + lane % 4 * 4;
-            if (row < p.n) __stcs((float4*)to, four(i));
-        }
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -154,21 +138,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    float* grad_W_A, int n, int d, int waiting_i, int phi_i, int top_t, int x_i, int W_A_i,
                    int grad_x_i, int grad_W_A_i) {
     extern __shared__ __align__(1024) char memory[];
-    // Samples follow each other; one has the block in y.
-    const size_t sample = blockIdx.y, before = sample * n;
-    waiting += before * waiting_i, phi += before * phi_i, grad_x += before * grad_x_i;
-    M += sample * (d / COLUMNS) * (STAGE / 2), top += before;
     const Arguments p{waiting, phi, M,         top,   x,     W_A, grad_a, grad_x,   grad_W_A,
                       n,       d,   waiting_i, phi_i, top_t, x_i, W_A_i,  grad_x_i, grad_W_A_i};
     Group group(p, memory);
-    if (BATCH) group.M.start_counting(); else group.M.start();
+    group.M.start();
     const int block = blockIdx.x * GROUPS * ROWS;
     group.load_pairs(block);
     for (int k = 0; k < d / COLUMNS; ++k) {
-        if (!BATCH) group.load_inputs(block, k * COLUMNS);
+        group.load_inputs(block, k * COLUMNS);
         group.multiply(k);
-        if (BATCH) group.store_products(block, k * COLUMNS);
-        else group.store(block, k * COLUMNS);
+        group.store(block, k * COLUMNS);
     }
-    if (!BATCH) group.M.finish(d / COLUMNS);
+    group.M.finish(d / COLUMNS);
 }

@@ -1,41 +1,41 @@
-// One iteration of a routing whose inputs have betas of their own, reading x_inp once: what clusters.py calls.
+// One iteration for one long sample of a fixed length, which reads x_inp once; called by clusters.py.
 //
-// A cluster of C blocks (multiprocessors) has 64 rows of x_inp at a time, each block 256 of their features. So
-// the sums over i, [j, d], fit the registers, and a row is at hand until its coefficients are known:
+// A cluster of C blocks (multiprocessors) has 64 rows of x_inp at a time; each block has 256 of their features.
+// So the sums over i, [j, d], fit the registers, and a row stays in shared memory until its phi is known:
 //
-//     convert   x_inp to float16 in shared memory, and in the first iteration its part of W_A x_inp
-//     score     its part of the dot products with x_hat, which go to the block that owns the row
-//     compete   own rows: phi of all outputs, which go to every block of the cluster
-//     add       phi^T x_inp to the sums
+//     convert   make x_inp float16 in shared memory; in the first iteration also a part of W_A x_inp
+//     score     compute a part of the dot products with x_hat and send it to the block that owns the row
+//     compete   compute phi of the rows that this block owns and send it to every block of the cluster
+//     add       add phi^T x_inp to the sums
 //
-// What travels between blocks does so while they work on the rows before or after. Numbers of a row are in
-// units of a power of two, so that float16, which has the digits of tf32, has the range too. The first
-// iteration finds these units as it goes; the others know them.
+// Messages travel while blocks work on the rows before or after. The numbers of a row are in units of a power of
+// two, so that float16, which has the digits of tf32, has enough range too. The first iteration finds these units
+// and the others read them.
 //
-// Before this file come hopper.cu; C; NT, the tiles of 8 outputs; FIRST, whether it is the first iteration;
-// SCORERS, the groups of 128 threads that find scores, and TILES, of each of them; and scores_mma and sum_mma,
-// which multiply on the tensor cores.
+// Before this file come hopper.cu; C; NT, the number of tiles of 8 outputs; FIRST, whether it is the first
+// iteration; SCORERS, how many groups of 128 threads find scores; TILES, how many tiles each of them has; and
+// scores_mma and sum_mma, which multiply on the tensor cores.
 
 constexpr int J = 8 * NT;     // outputs, padded
 constexpr int D = 256;        // features of a block
-constexpr int ROWS = 64;      // of a cluster at a time
-constexpr int OWN = ROWS / C;  // of which a block owns as many
+constexpr int ROWS = 64;      // rows of a cluster at a time
+constexpr int OWN = ROWS / C;  // rows that a block owns
 constexpr int WARPS = 16;
 constexpr int THREADS = 32 * WARPS;
 constexpr int LOADS = ROWS / WARPS;   // a load is one row for each warp
 constexpr int STAGES = FIRST ? 4 : 3;  // loads under way
 constexpr int TURNS = (OWN + WARPS - 1) / WARPS;
 
-// Places in shared memory, in bytes. What the tensor cores read is float16 in rows of 128 bytes, swizzled.
+// Places in shared memory, in bytes. The tensor cores read float16 in rows of 128 bytes, swizzled.
 constexpr int TILE = ROWS * 128;  // 64 rows of 64 features or outputs
 constexpr int PART = OWN * J * 4;  // dot products for one block
 constexpr int LOADED = STAGES * WARPS * D * 4;
 constexpr int X16 = 0;                        // [2][D / 64] tiles of x_inp
 constexpr int PHI = X16 + 2 * D / 64 * TILE;  // [2] tiles
 constexpr int X32 = PHI + 2 * TILE;           // [STAGES][WARPS][D] x_inp as loaded
-constexpr int W32 = X32 + LOADED;             // the same of W_A, in the first iteration; in the others:
+constexpr int W32 = X32 + LOADED;             // W_A as loaded, in the first iteration; in the others:
 constexpr int X_HAT = X32 + LOADED;           // [D / 64][J][64]
-constexpr int DOT = X_HAT + D / 64 * J * 128;  // [C] parts, by where they are from
+constexpr int DOT = X_HAT + D / 64 * J * 128;  // [C] parts, by the block that sent them
 constexpr int DOT_OUT = DOT + C * PART;       // [C - 1] parts for the others
 constexpr int A =
     FIRST ? W32 + LOADED : DOT_OUT + (C - 1) * PART;  // [C][OWN] parts of W_A x_inp, in the first
@@ -50,7 +50,7 @@ struct Arguments {
     const float *x, *W_A, *B_A, *sqrt_n_inp;                   // [i, d], [i, d], [i], [1]
     const unsigned short* x_hat;                               // [j, d] float16
     const float *unit_x_hat, *beta_use, *beta_ign, *W_S, *B_S;  // [j], [i, j] each
-    float *f, *units, *unit_sums;  // [i], [i] of x, [1]; in the first to be found: [i], [C, i], for each block
+    float *f, *units, *unit_sums;  // [i], [i] of x, [1]; the first iteration fills [i], [C, i], one per block
     float *y, *s;                  // for each cluster [d, j], for each block [j]
     int n, n_out, x_stride, W_stride;
 };
@@ -61,7 +61,7 @@ struct Block {
     const int thread, lane, warp, group, rank, cluster, clusters;
     int next_row, next_load, slot;
     const float *next_x, *next_W;
-    float sums[4 * NT];  // of 64 features for each group, [d, j], in this unit, which grows in the first iteration:
+    float sums[4 * NT];  // [d, j] for 64 features of each group, in unit_sums, which grows in the first iteration:
     float unit_sums;
     float z[4 * TILES];  // parts of dot products, [i, j]
     float4 beta_use[TURNS], beta_ign[TURNS], W_S[TURNS], B_S[TURNS], sum_phi;
@@ -101,7 +101,7 @@ struct Block {
             }
             if (thread < J) at(UNIT_X_HAT)[thread] = thread < p.n_out ? p.unit_x_hat[thread] : 0.f;
         }
-        // Before the first rows there are none to be added.
+        // The first round adds the rows before the first, which are zeros.
         for (int i = thread; i < (X32 - X16) / 16; i += THREADS)
             ((uint4*)(shared + X16))[i] = make_uint4(0, 0, 0, 0);
         if (FIRST)
@@ -112,7 +112,7 @@ struct Block {
         for (int i = 0; i < STAGES; ++i) fetch();
     }
 
-    // The next row of this warp is on its way; nothing after the last.
+    // Start to load the next row of this warp; zeros after the last.
     INLINE void fetch() {
         bool inside = next_row < p.n;
         u32 to = address(shared + X32) + ((slot * WARPS + warp) * D + lane * 4) * 4;
@@ -127,7 +127,7 @@ struct Block {
         loads_commit();
         next_load = (next_load + 1) % LOADS;
         int step = next_load ? WARPS : clusters * ROWS - (LOADS - 1) * WARPS;
-        next_row = min(next_row + step, p.n);  // no further, where it might overflow
+        next_row = min(next_row + step, p.n);  // so that it cannot overflow
         next_x += (long long)step * p.x_stride;
         if (FIRST) next_W += (long long)step * p.W_stride;
         slot = slot + 1 == STAGES ? 0 : slot + 1;
@@ -162,7 +162,8 @@ struct Block {
         __syncthreads();
     }
 
-    // Groups share the tiles; where these do not divide, the last ends where they do, and skips what it shares.
+    // Groups share the tiles. If these do not divide evenly, the last group ends with the last tile and skips the
+    // tiles that it shares with the group before.
     INLINE int first_tile() const { return min(group * TILES, NT - TILES); }
     INLINE void score(int k) {
         if (group >= SCORERS) return;
@@ -204,7 +205,7 @@ struct Block {
         }
     }
 
-    // The units of x and of phi go to phi, in those of the sums.
+    // Multiply phi by the units of x and of phi, so that it is in the unit of the sums.
     INLINE void rescale(int k) {
         const float *u = at(UNIT_X) + k % 2 * ROWS, *v = at(UNIT_PHI);
         float top = warp_max(fmaxf(unit_sums, fmaxf(u[lane] * v[lane], u[32 + lane] * v[32 + lane])));
@@ -225,7 +226,7 @@ struct Block {
                                   times(phi->w, both));
         written();
     }
-    // All of phi is there, what this block has of it itself too, and the tensor cores see it.
+    // Wait until all of phi is there, that of this block included, and visible to the tensor cores.
     INLINE void settle_phi(int k) {
         if (!FIRST) written();
         __syncthreads();
@@ -275,7 +276,7 @@ struct Block {
 #pragma unroll
         for (int i = 0; i < 4; ++i) total += R[i] = inside ? f_of(item(z, i)) : 0.f;
         total = warp_sum(total);
-        if (__builtin_expect(total < 1e-30f, 0)) {  // all f(z) are almost 0: then by their logarithms
+        if (__builtin_expect(total < 1e-30f, 0)) {  // all f(z) are almost 0: use their logarithms
             float top = -3e38f;
 #pragma unroll
             for (int i = 0; i < 4; ++i) top = fmaxf(top, inside ? log_f(item(z, i)) : -3e38f);
@@ -288,7 +289,8 @@ struct Block {
 #pragma unroll
         for (int i = 0; i < 4; ++i) R[i] *= total;
     }
-    // phi = f ((beta_use + beta_ign) R - beta_ign) of own rows, to every block: a lane has 4 outputs, two send 8.
+    // phi = f ((beta_use + beta_ign) R - beta_ign) of own rows, sent to every block. A lane has 4 outputs; two lanes
+    // together send 8.
     INLINE void compete(int k) {
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {
@@ -311,11 +313,11 @@ struct Block {
                 phi[i] = here ? f[turn] * ((item(use, i) + item(ign, i)) * phi[i] - item(ign, i)) : 0.f;
             sum_phi.x += phi[0], sum_phi.y += phi[1], sum_phi.z += phi[2], sum_phi.w += phi[3];
             float unit = 0.f, by;
-            if (FIRST) {  // from what bounds phi of every iteration
+            if (FIRST) {  // a bound of phi in every iteration
                 float bound = fmaxf(fmaxf(fabsf(use.x) + fabsf(ign.x), fabsf(use.y) + fabsf(ign.y)),
                                     fmaxf(fabsf(use.z) + fabsf(ign.z), fabsf(use.w) + fabsf(ign.w)));
                 unit = unit_of(warp_max(bound) * f[turn]), by = per(unit);
-            } else {  // that of x_inp goes to phi, in units of the sums
+            } else {  // phi takes the unit of x_inp, in the unit of the sums
                 by = unit_x[turn] * per(unit_sums);
             }
             u32 low = halves(phi[0] * by, phi[1] * by), high = halves(phi[2] * by, phi[3] * by);
@@ -343,7 +345,7 @@ struct Block {
             send(remote(address(at(UNIT_PHI) + r), lane), remote(barrier(true), lane), unit);
     }
 
-    // y and s of this block, to be summed over clusters.
+    // Store y and s of this block, which PyTorch sums over clusters.
     INLINE void finish() {
         if (FIRST && thread == 0) p.unit_sums[blockIdx.x] = unit_sums;
         size_t d = rank * D + group * 64 + warp % 4 * 16 + lane / 4;
@@ -385,16 +387,16 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
         if (FIRST && threadIdx.x < ROWS && row < n)
             units[(size_t)block.rank * n + row] = block.at(UNIT_X)[k % 2 * ROWS + threadIdx.x];
         if (!FIRST) block.score(k);
-        if (k) wait(block.barrier(true), k - 1);  // for phi of the rows before: so their dot products were read
+        if (k) wait(block.barrier(true), k - 1);  // phi of the rows before is there, so their dot products have been read
         block.settle_phi(k + 1);
         if (threadIdx.x == 0 && k) block.expect_phi();
         block.start_adding(k + 1);  // the rows before
         if (!FIRST) block.stage_scores();
         block.load_pairs(k);
         mma_wait(block.sums);
-        // Of the row that this thread sends: the next rows go to the same place.
+        // Read before the next rows overwrite it.
         const float a = FIRST && threadIdx.x < ROWS ? block.at(A_OUT)[threadIdx.x] : 0.f;
-        __syncthreads();  // x16 and phi are read: others write to phi as soon as they have these scores
+        __syncthreads();  // x16 and phi have been read; others overwrite phi as soon as they have these scores
         block.send_scores(a);
         if (k + 1 < rounds)
             block.convert(k + 1);
@@ -402,7 +404,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
             __syncthreads();
         wait(block.barrier(false), k);
         block.compete(k);
-        // No warp may miss the end of a phase. Others wait for the phi of one that has rows, but not for the rest.
+        // No warp may miss the end of a phase: other blocks wait for the phi of warps that own rows, not for the rest.
         if (OWN < WARPS) __syncthreads();
         if (threadIdx.x == 0 && k + 1 < rounds) block.expect_dot();
     }

@@ -1,8 +1,8 @@
 """One iteration with x_inp read once, on a GPU whose multiprocessors work in clusters (Hopper).
 
-A multiprocessor cannot hold rows of x_inp until their scores are known, and the sums [j, d] besides. A
-cluster of them can, each with a part of the features. ``clusters.cu`` has the kernel, which PyTorch compiles
-when it is first called; here is when it can be used, and how.
+One multiprocessor cannot hold both the sums [j, d] and rows of x_inp until their scores are known. A cluster
+of multiprocessors can, each with a part of the features. ``clusters.cu`` has the kernel, which PyTorch
+compiles when it is first called.
 """
 
 import ctypes
@@ -13,50 +13,19 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.common import cdiv, multiple_of_8
-from vecroute.ops.matmul import fits_descriptor, row_weights
 from vecroute.ops.paths.long import hopper
+from vecroute.ops.paths.long.halves import row_scales
+from vecroute.ops.plan import limits
+from vecroute.ops.plan.hopper import cluster_bytes
 from vecroute.ops.problem import Problem
 
-D = 256  # features of a block
-MOST_OUTPUTS = 104  # as many as fit the registers
 THREADS = 512
-LEAST_ROWS = 50_000  # below, launches cost more than reading twice
-
-
-def can_iterate(p: Problem, first: bool) -> bool:
-    """Whether an iteration can go through ``iterate``: one long sample of a fixed length, in tf32.
-
-    Iterations after the first need what it has left in ``p.units``.
-    """
-    (b, i, d), j = p.x_inp.shape, p.n_out
-    if p.implementation != "fused" or not p.x_inp.is_cuda or p.variable or p.use is not None or b != 1:
-        return False
-    if i < LEAST_ROWS or d not in (2 * D, 4 * D, 8 * D) or not 32 <= j <= MOST_OUTPUTS or j % 4:
-        return False
-    if torch.backends.cuda.matmul.fp32_precision != "tf32" or not (first or p.units is not None):
-        return False
-    w = p.w
-    pairs = w.beta_use, w.beta_ign, w.W_S, w.B_S  # [i, j] each
-    plain = all(fits_descriptor(t) and t.is_contiguous() for t in pairs) and w.B_A.dtype == torch.float32
-    plain &= fits_descriptor(p.x_inp[0]) and fits_descriptor(w.W_A)
-    return plain and has_kernels(d // D, j, p.x_inp.device)
-
-
-@cache
-def has_kernels(c: int, n_out: int, device: torch.device) -> bool:
-    """Whether both kernels, of the first iteration and of others, can be compiled for a device."""
-    if not hopper.has_shared_bytes(shared_bytes(c, n_out, first=False), device):
-        return False
-    try:
-        return all(kernel(c, n_out, first, device) for first in (True, False))
-    except hopper.CANNOT_COMPILE:
-        return False
 
 
 def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> None:
     """As ``passes.forward_pass``: fill y [1, j, d] and s [1, j], and f_a_inp [1, i] in the first one."""
     (i, d), device = p.x_inp.shape[1:], p.x_inp.device
-    c, first = d // D, x_hat is None
+    c, first = d // limits.CLUSTER_D, x_hat is None
     launch, n_clusters = kernel(c, p.n_out, first, device)
     j = multiple_of_8(p.n_out)
     y_parts, s_parts = y.new_empty(n_clusters, d, j), y.new_empty(n_clusters * c, j)  # [., d, j], [., j]
@@ -66,7 +35,7 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
     else:
         assert p.units is not None
         units, unit_sums = p.units  # [i], []
-        unit_x_hat = row_weights(x_hat)[0] / 2**14  # [j, 1]
+        unit_x_hat = row_scales(x_hat)[0] / 2**14  # [j, 1]
         halves = (x_hat[0] / unit_x_hat).half()  # [j, d]
     w, x = p.w, p.x_inp[0]  # [i, d]
     arguments = [
@@ -78,7 +47,7 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
             grid=(n_clusters * c, 1, 1),
             block=(THREADS, 1, 1),
             args=arguments,
-            shared_mem=shared_bytes(c, p.n_out, first),
+            shared_mem=cluster_bytes(c, p.n_out, first),
         )
     if first:
         p.units = units.amax(0), unit_sums.amax(0)  # [i], []
@@ -89,14 +58,14 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
 @cache
 def kernel(c: int, n_out: int, first: bool, device: torch.device) -> tuple[Any, int]:
     """The compiled kernel, and how many clusters the device runs at a time."""
-    shared = shared_bytes(c, n_out, first)
+    shared = cluster_bytes(c, n_out, first)
     compiled = hopper.compiled(source(c, n_out, first), "iteration", shared, device)
     with torch.cuda.device(device):
         return compiled, clusters_at_a_time(compiled.func, c, shared)
 
 
 def source(c: int, n_out: int, first: bool) -> str:
-    """The kernel for sizes that it has as constants."""
+    """The kernel with its sizes as constants."""
     tiles = cdiv(n_out, 8)
     n_scorers = scorers(c)
     of_group = cdiv(tiles, n_scorers)
@@ -108,21 +77,12 @@ def source(c: int, n_out: int, first: bool) -> str:
 
 
 def scorers(c: int) -> int:
-    """How many groups of 128 threads find scores, of four.
+    """How many of the four groups of 128 threads find scores.
 
-    Each reads all of x_inp, so that few are faster; but blocks of a cluster of two have twice as many rows to
-    compete, and no registers left for it.
+    Each of them reads all of x_inp, so that two are faster than four. In a cluster of two multiprocessors,
+    each has twice as many rows and no registers left for two groups to hold their scores.
     """
     return 4 if c == 2 else 2
-
-
-def shared_bytes(c: int, n_out: int, first: bool) -> int:
-    """The size of shared memory, as ``clusters.cu`` divides it."""
-    rows, warps, stages, j = 64, 16, 4 if first else 3, multiple_of_8(n_out)
-    loaded = stages * warps * D * 4
-    tiles = 2 * rows * D * 2 + 2 * rows * 128  # x_inp and phi
-    others = loaded + 5 * rows * 4 if first else j * D * 2 + (2 * c - 1) * (rows // c) * j * 4
-    return tiles + loaded + others + j * 4 + stages * warps * 4 + 16
 
 
 class LaunchConfig(ctypes.Structure):

@@ -1,17 +1,19 @@
-"""The gradients of x_inp and of W_A in one kernel, for one sample of a fixed length.
+"""The gradients of x_inp and of W_A in one Triton kernel.
 
-That of x_inp is a product of pairs with a small matrix, plus what W_A adds. Where tf32 is asked for, the
-operands are float16: it has the digits of tf32, at half the bytes and twice the rate. Its range is too small
-for pairs as they are, so rows of them, and of the matrix, are divided by the greatest of their elements.
+The gradient of x_inp is a product of pairs with a small matrix, plus grad_a W_A. Both operands of the product
+are float16: it has the digits of tf32, at half the bytes and twice the rate. Its range is too small for pairs
+as they are, so each row of pairs and of the matrix is divided by its greatest element.
 """
 
+import torch
+import torch.nn.functional as nnf
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vecroute.ops.common import cdiv
-from vecroute.ops.matmul import HALVES
+from vecroute.ops.plan.blocks import HALVES
 
 
 @triton.jit
@@ -20,7 +22,7 @@ def input_gradient_kernel(
     waiting,  # [i, w] pairs of the iterations after the first, side by side
     phi,  # [i, j] of the first
     M,  # [n, k] what they are multiplied with, each in whole blocks of columns
-    top,  # [t, i] what they are multiplied with besides, the first last
+    top,  # [t, i] the scales of pairs, in the order of the backward pass: the first iteration comes last
     x, W_A, grad_x, grad_W_A,  # [i, n]
     grad_a,  # [i] gradient of W_A x_inp
     n_rows,
@@ -58,22 +60,42 @@ def input_gradient_kernel(
 
 
 def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
-    """Fill grad_x and grad_W_A, [i, n]; pairs that wait are in the rows of grad_W_A.
-
-    Args:
-        waiting: [i, w] phi and the gradient of dot of every iteration but the first, in float16.
-        phi: [i, j] of the first iteration, in float16.
-        M: [n, k] from ``halves_of``, top: [t, i] powers of two, or 0.
-        x, W_A: [i, n], grad_a: [i].
-    """
+    """As ``long.input_gradient``, with M [1, n, k]."""
+    M = M[0]  # [n, k]
     rows, columns, inner = HALVES["BLOCK_I"], HALVES["BLOCK_N"], HALVES["BLOCK_K"]
     pairs = [TensorDescriptor.from_tensor(t, [rows, inner]) for t in (waiting, phi)]
     large = [TensorDescriptor.from_tensor(t, [rows, columns]) for t in (x, W_A, grad_x, grad_W_A)]
     n_blocks = cdiv(M.shape[0], columns)
-    # The first block of columns in a launch of its own, after the others: where it writes pairs have waited.
+    # The first block of columns comes last, in its own launch: it overwrites the pairs that waited there.
     for start, n in ((1, n_blocks - 1), (0, 1)):
         if n:
             input_gradient_kernel[cdiv(len(x), rows) * n,](
                 *pairs, TensorDescriptor.from_tensor(M, [columns, inner]), top, *large, grad_a, len(x),
                 phi.shape[1], top.stride(0), start, n, WAITING=len(top) - 1, **HALVES,
             )  # fmt: skip
+
+
+def row_scales(M: Tensor) -> Tensor:
+    """The greatest element of each row of M [..., q, d], [..., q, 1]; 1 if a GPU could not divide by it."""
+    greatest = torch.linalg.vector_norm(M, torch.inf, -1, keepdim=True)  # [..., q, 1]
+    return greatest.masked_fill_(greatest < 1e-37, 1)
+
+
+def scaled_matrix(matrices: list[Tensor], first: bool) -> tuple[Tensor, Tensor]:
+    """As ``long.scaled_matrix``."""
+    scales = [row_scales(M) for M in matrices]  # [1, q, 1] each
+    return halves_of(matrices, scales) if first else matrices[0], scales[-1].flatten()
+
+
+def halves_of(matrices: list[Tensor], scales: list[Tensor]) -> Tensor:
+    """Matrices [1, q, d] over their row scales, side by side in float16, [1, d, k].
+
+    Each is filled up with zeros to whole blocks of columns. All are multiplied by 2^14, so that numbers down
+    to 2^-28 of the greatest in their row keep all digits.
+    """
+    block = HALVES["BLOCK_K"]
+    halves = [
+        nnf.pad((M / scale * 2**14).half(), (0, 0, 0, -M.shape[1] % block))
+        for M, scale in zip(matrices, scales, strict=True)
+    ]  # [1, q, d] each
+    return torch.cat(halves, 1).mT.contiguous()  # [1, d, k]

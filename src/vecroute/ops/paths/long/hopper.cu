@@ -1,5 +1,6 @@
-// What CUDA C++ has no words for: clusters, asynchronous loads, tensor cores (compute capability 9.0), and
-// arithmetic on rows of numbers that share a unit. For clusters.cu, input_gradient.cu and rounded_product.cu.
+// Instructions that CUDA C++ has no functions for: clusters, asynchronous loads, tensor cores (compute
+// capability 9.0). And arithmetic on rows of numbers that share a unit, a power of two. For clusters.cu,
+// by_rows.cu and rounded.cu.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -7,13 +8,14 @@ typedef unsigned long long u64;
 #define INLINE __device__ __forceinline__
 
 INLINE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// The same number; but what follows from it is not computed ahead of a loop, for which there are no registers.
+// The same number, opaque to the compiler: it cannot compute ahead of a loop what depends on it, which would
+// take registers that are not there.
 INLINE int again(int v) {
     asm volatile("" : "+r"(v));
     return v;
 }
 
-// ---- Between blocks: what is sent there adds its bytes to a barrier there. ----
+// ---- Between blocks: a message adds its bytes to a barrier of the receiving block. ----
 INLINE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n"
                  "barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -53,15 +55,15 @@ INLINE void wait(u32 barrier, int phase) {
                  "@!p bra more;\n}" :: "r"(barrier), "r"(phase % 2) : "memory");
 }
 
-// What is fetched from memory, by the copy engine, does so too.
+// A fetch from memory by the copy engine adds its bytes to a barrier too.
 INLINE void fetch(u32 to, const void* from, int bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// ---- A matrix that goes by in parts, n of them again and again, for all warps of a block. ----
+// ---- A matrix that passes through shared memory in n parts, again and again, for all warps of a block. ----
 template <int STAGES, int BYTES, int WARPS> struct Parts {
-    const u32 shared, barriers;  // [STAGES] parts; [2][STAGES]: it is there, it has been used
+    const u32 shared, barriers;  // [STAGES] parts; [2][STAGES] barriers: a part is there, a part has been used
     const char* from;
     const int n;
 
@@ -81,43 +83,20 @@ template <int STAGES, int BYTES, int WARPS> struct Parts {
         __syncthreads();
     }
     INLINE void wait_for(int k) const { wait(barrier(0, k), k / STAGES); }
-    INLINE void used(int k) const {  // the part before is free when the slowest warp is done with it
+    INLINE void used(int k) const {  // the slowest warp frees the part before
         if (threadIdx.x % 32 == 0) arrive(barrier(1, k));
         if (threadIdx.x == 0 && k) {
             wait(barrier(1, k - 1), (k - 1) / STAGES);
             load(k - 1 + STAGES);
         }
     }
-    // The same of few stages: the last warp to use a part loads the next into its place. Counts are where those
-    // barriers are.
-    INLINE void start_counting() const {
-        if (threadIdx.x == 0)
-            for (int k = 0; k < STAGES; ++k) {
-                barrier_init(barrier(0, k));
-                reset(k);
-                if (k < n) load(k);
-            }
-        __syncthreads();
-    }
-    INLINE void reset(int k) const {
-        asm volatile("st.shared.u32 [%0], %1;" :: "r"(barrier(1, k)), "r"(0) : "memory");
-    }
-    INLINE void used_counting(int k) const {
-        if (threadIdx.x % 32) return;
-        u32 others;
-        asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
-                     : "=r"(others) : "r"(barrier(1, k)) : "memory");
-        if (others < WARPS - 1 || k + STAGES >= n) return;
-        reset(k);
-        load(k + STAGES);
-    }
-    INLINE void finish(int k) const {  // what is on its way arrives before the memory is somebody else's
+    INLINE void finish(int k) const {  // loads under way must arrive before the block gives its memory back
         if (threadIdx.x == 0)
             for (int i = k; i < k - 1 + STAGES; ++i) wait(barrier(0, i), i / STAGES);
     }
 };
 
-// ---- Loads, each thread its own; zeros where there is nothing. ----
+// ---- Loads of one thread each; zeros outside. ----
 INLINE void load_16(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
                  :: "r"(to), "l"(from), "r"(bytes) : "memory");
@@ -134,7 +113,7 @@ INLINE void loads_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); 
 INLINE void prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
-// Past the first cache: shared memory leaves little of it.
+// Past the first-level cache: shared memory leaves little of it.
 INLINE float4 load_once(const float* from, bool inside) {
     float4 v = make_float4(0, 0, 0, 0);
     if (inside)
@@ -142,7 +121,7 @@ INLINE float4 load_once(const float* from, bool inside) {
                      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
     return v;
 }
-INLINE uint4 load_8(const unsigned short* from, bool inside) {  // 8 of 16 bits, which may be written to later
+INLINE uint4 load_8(const unsigned short* from, bool inside) {  // 8 numbers of 16 bits that may be overwritten later
     uint4 v = make_uint4(0, 0, 0, 0);
     if (inside)
         asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -151,7 +130,7 @@ INLINE uint4 load_8(const unsigned short* from, bool inside) {  // 8 of 16 bits,
 }
 
 // ---- Numbers ----
-// The unit of a row, from the greatest of its numbers: a power of two, so that all are below 2^15.
+// The unit of a row, a power of two found from its greatest number, so that all numbers are below 2^15 units.
 INLINE float unit_of(float top) {
     return __uint_as_float(max(__float_as_uint(top) & 0x7f800000u, 32u << 23)) * (1.f / 16384);
 }
@@ -189,7 +168,7 @@ INLINE float warp_sum(float v) {
     return v;
 }
 // ---- Tensor cores ----
-// What is in rows of 128 bytes: 8 rows are 1024 bytes; next: where the next 64 columns are.
+// The descriptor of a matrix in rows of 128 bytes; next: how many bytes later the next 64 columns are.
 INLINE u64 matrix(u32 at, int next = 16) {
     return (u64)((at & 0x3ffff) >> 4) | (u64)(next >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
@@ -200,6 +179,5 @@ template <int N> INLINE void mma_wait(float (&r)[N]) {
 #pragma unroll
     for (int k = 0; k < N; ++k) asm volatile("" : "+f"(r[k])::"memory");
 }
-INLINE void written() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}  // for the tensor cores, or to be sent
+// Makes writes to shared memory visible to the tensor cores and to the copy engine.
+INLINE void written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -2,26 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import torch
 
-CANNOT_COMPILE = (ImportError, OSError, RuntimeError, AttributeError)  # no NVRTC, or a PyTorch that does not
-
-
-@cache
-def has_shared_bytes(n: int, device: torch.device) -> bool:
-    """Whether a device is of this kind, and has so many bytes of shared memory for a block."""
-    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    properties: Any = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor) == (9, 0) and n <= properties.shared_memory_per_block_optin
-
 
 def source(name: str, *definitions: str) -> str:
-    """``hopper.cu``, some definitions, and a kernel that uses both."""
+    """The text of ``hopper.cu``, of some definitions, and of a kernel that uses both."""
     here = files("vecroute.ops.paths.long")
     return "\n".join((here.joinpath("hopper.cu").read_text(), *definitions, here.joinpath(name).read_text()))
 
@@ -51,16 +39,25 @@ def multiplication(
 
 
 def compiled(text: str, name: str, shared: int, device: torch.device) -> Any:
-    """A kernel that may have so many bytes of shared memory; or one of ``CANNOT_COMPILE`` is raised."""
+    """A kernel that may use so many bytes of shared memory.
+
+    Raises:
+        RuntimeError: the compiler refuses the kernel, with its log, or the device cannot load it.
+    """
     with torch.cuda.device(device), without_headers():
-        kernel = torch.cuda._compile_kernel(text, name, compute_capability="90a")
-        kernel.set_shared_memory_config(shared)
+        try:
+            kernel = torch.cuda._compile_kernel(text, name, compute_capability="90a")
+            kernel.set_shared_memory_config(shared)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the CUDA kernel {name} of vecroute is not usable on {device}: {error}"
+            ) from error
     return kernel
 
 
 @contextmanager
 def without_headers() -> Iterator[None]:
-    """PyTorch gives NVRTC the headers of the CUDA toolkit, and fails where there are none: ours need none."""
+    """Compile without the headers of the CUDA toolkit: PyTorch fails if they are missing, we need none."""
     from torch.utils import cpp_extension
 
     before = cpp_extension.CUDA_HOME

@@ -1,11 +1,11 @@
-// x_inp M^T in bfloat16, for the pairs of one long sample: what rounded_product.py calls.
+// x_inp M^T in bfloat16 for the pairs of one long sample, called by rounded.py.
 //
-// A group of 128 threads has 64 rows at a time, of which it rounds 64 features for the tensor cores while the
-// next are on their way. M, shared by the groups of a block, goes by 64 features at a time too. So x_inp, which
-// is float32, is read once and never copied.
+// A group of 128 threads has 64 rows at a time. It rounds 64 of their features for the tensor cores while the
+// next ones are on their way. M, which the groups of a block share, passes through shared memory 64 features at a
+// time too. So x_inp, which is float32, is read once and never copied.
 //
-// Before this file come hopper.cu; N_OUT; PARTS, how many rows of M there are for each output; and product_mma,
-// which multiplies on the tensor cores.
+// Before this file come hopper.cu; N_OUT; PARTS, the rows of M for each output; and product_mma, which multiplies
+// on the tensor cores.
 
 constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64, FEATURES = 64;
 constexpr int J = (N_OUT + 7) / 8 * 8, N = PARTS * J;  // columns, padded
@@ -25,9 +25,9 @@ struct Group {
     const int n, d, x_i;        // sizes, and the stride of a row of x
     const Parts<STAGES, STAGE, THREADS / 32> M;
     const int lane, warp, group;
-    char* const own;      // of this group
+    char* const own;      // shared memory of this group
     float total[N / 2];   // [64 rows, N], as the tensor cores have them
-    float4 loaded[2][8];  // of rows lane / 16, that + 2, ...; on their way, of two blocks of features
+    float4 loaded[2][8];  // two blocks of features on their way: rows lane / 16, lane / 16 + 2, ...
 
     INLINE Group(const float* x, unsigned short* out, int n, int d, int x_i, const unsigned short* M,
                  char* shared)
@@ -62,9 +62,9 @@ struct Group {
 #pragma unroll
         for (int half = 0; half < 2; ++half) load(loaded[half], block, half * FEATURES);
     }
-    // Features k, counted on over the blocks of rows: while the tensor cores have them the next are converted.
+    // k counts blocks of features over all blocks of rows. While the tensor cores multiply one, the next is converted.
     INLINE void products(int block, int& k) {
-        group_sync(1 + group);  // products, which are where x_inp goes, have been stored
+        group_sync(1 + group);  // x_inp overwrites the products before, which all threads have stored by now
         for (int feature = 0; feature < d; feature += 2 * FEATURES)
 #pragma unroll
             for (int half = 0; half < 2; ++half, ++k) {
@@ -83,7 +83,7 @@ struct Group {
         M.used(k - 1);
         group_sync(1 + group);
     }
-    // From the order of the tensor cores to rows, which follow each other in memory: 16 of a warp.
+    // From the order of the tensor cores to rows that follow each other in memory: each warp has 16.
     INLINE void store(int block) const {
         char* rows = own + warp % 4 * 16 * ROW;
 #pragma unroll
