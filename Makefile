@@ -44,7 +44,7 @@ bench: $(INSTALLED)
 # The site, in build/site; a warning is an error. The variable silences a note on the next major version of MkDocs.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "The site is in build/site: open build/site/index.html, or serve it with"
+	@echo "The site is in build/site. To look at it, with its search: http://127.0.0.1:8000 after"
 	@echo "  $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
 
 build: $(INSTALLED)

@@ -1,5 +1,7 @@
 """Every block of Python on every page is run by a test, is copied from the source, or says why neither."""
 
+import doctest
+import importlib
 import re
 import shlex
 import sys
@@ -68,6 +70,15 @@ def test_code_from_the_source_is_in_the_source(page):
 def test_the_test_above_can_fail_too():
     with pytest.raises(ValueError, match="has no such lines any more"):
         line_of("src/vecroute/ops/reference.py", "R = 1\n")
+
+
+def test_examples_in_docstrings_run():
+    """None has an example as yet: those of public names are on the pages of docs/api."""
+    for path in sorted((ROOT / "src" / "vecroute").rglob("*.py")):
+        text = path.read_text()
+        if ">>> " in text:
+            name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+            assert doctest.testmod(importlib.import_module(name)).failed == 0, path
 
 
 # Commands
