@@ -23,6 +23,10 @@ pytestmark = pytest.mark.slow
 # What a reader looks for, and the places of the site that answer.
 QUESTIONS = {
     "where R is computed": ["questions.html#where-is-r-computed", "paper.html#where-r-is-computed"],
+    "how to explain an existing model": [
+        "questions.html#how-do-i-explain-an-existing-model",
+        "tutorials/model.html#",
+    ],
     "what phi means and does not": ["questions.html#what-does-phi-mean-and-what-does-it-not-mean"],
     "why padding cannot change a result": [
         "questions.html#why-can-padding-not-change-a-result",
