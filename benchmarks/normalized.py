@@ -1,0 +1,65 @@
+"""Faithfulness between the worst and the best order of tokens: scores that can be compared across heads.
+
+How far a probability can fall depends on the head: a confident head falls further. Normalised measures divide
+by the range that is possible for this head and this text, after Edin et al. (2024), "Normalized AOPC":
+
+    normalised = (aopc - lowest aopc) / (highest aopc - lowest aopc)
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vecroute.explain.faithfulness import Judge
+
+WIDTH = 5  # orders that the beam search follows at once
+
+
+def aopc(judge: Judge, order: Tensor) -> float:
+    """Mean fall of the probability over the deletions of the first 1, ..., n - 1 tokens of an order [n]."""
+    keep = torch.ones(len(order), dtype=torch.bool)  # [n]
+    texts = [judge.some(keep)]
+    for k in order.tolist()[:-1]:
+        keep[k] = False
+        texts.append(judge.some(keep))
+    (whole, _), *rest = judge.ask(texts)
+    return float(np.mean([whole - p for p, _ in rest])) if rest else 0.0
+
+
+def bounds(judge: Judge, width: int = WIDTH) -> tuple[float, float]:
+    """The lowest and the highest ``aopc`` of any order, as far as beam search finds them."""
+    return _search(judge, width, best=False), _search(judge, width, best=True)
+
+
+def _search(judge: Judge, width: int, best: bool) -> float:
+    n = len(judge.tokens)
+    everything = torch.ones(n, dtype=torch.bool)  # [n]
+    ((whole, _),) = judge.ask([judge.some(everything)])
+    sign = 1 if best else -1
+    beams: dict[tuple[bool, ...], float] = {tuple(everything.tolist()): 0.0}  # tokens left -> sum of falls
+    for _ in range(n - 1):
+        found: dict[tuple[bool, ...], float] = {}
+        for kept, total in beams.items():
+            nexts = [(*kept[:k], False, *kept[k + 1 :]) for k in range(n) if kept[k]]
+            answers = judge.ask([judge.some(torch.tensor(left)) for left in nexts])
+            for left, (p, _) in zip(nexts, answers, strict=True):
+                value = total + whole - p
+                if left not in found or sign * value > sign * found[left]:
+                    found[left] = value
+        ranked = sorted(found.items(), key=lambda item: -sign * item[1])
+        beams = dict(ranked[:width])
+    return sign * max(sign * total for total in beams.values()) / max(n - 1, 1)
+
+
+def normalized(judge: Judge, order: Tensor, limits: tuple[float, float]) -> dict[str, float]:
+    """Comprehensiveness (more is better) and sufficiency (less is better) of an order [n], from 0 to 1.
+
+    Keeping the first k tokens is deleting the last n - k, so both have the same limits.
+    """
+    low, high = limits
+    if not high > low:
+        return {"comprehensiveness_normalized": float("nan"), "sufficiency_normalized": float("nan")}
+    return {
+        "comprehensiveness_normalized": (aopc(judge, order) - low) / (high - low),
+        "sufficiency_normalized": (aopc(judge, order.flip(0)) - low) / (high - low),
+    }
