@@ -61,7 +61,7 @@ def make(task: str, sentences: list[str], seed: int) -> list[Planted]:
 
 
 def found(reader: Reader, texts: list[Planted], classes: list[str], method: str) -> list[dict[str, Any]]:
-    """The share of planted words among as many first tokens, for each text that the head classifies correctly."""
+    """For each text that the head classifies correctly: the share of planted words among the first tokens."""
     rows = []
     for start in range(0, len(texts), GROUP):
         group = texts[start : start + GROUP]
