@@ -18,8 +18,9 @@ import torch
 
 import vecroute as vr
 from vecroute.encoders import TextEncoder
-from vecroute.explain.attribution import METHODS, Reader
+from vecroute.explain.attribution import Reader
 from vecroute.explain.faithfulness import agreement, measure, summarize
+from vecroute.explain.rivals import METHODS
 
 GROUP = 20  # texts that are measured before their rows are written
 CHECKED = 50  # texts for agreement over seeds, randomisation and memory

@@ -24,12 +24,13 @@ from vecroute.explain.attribution import (
     Attribution,
     Method,
     Reader,
-    by_contributions,
     by_phi,
+    by_states,
+    by_votes,
     margins,
-    rollout,
 )
 from vecroute.explain.faithfulness import summarize
+from vecroute.explain.rivals import rollout
 from vecroute.heads import make_head
 from vecroute.storage import require
 
@@ -46,7 +47,7 @@ MEASURES = (
     "seconds",
     "seconds_in_batch",
 )
-OURS = "contributions, margin"
+OURS = "states"
 
 
 class View(NamedTuple):
@@ -136,9 +137,9 @@ def by_chance(viewer: Viewer, view: View, target: Tensor, other: Tensor) -> Attr
 
 def methods(n_steps: int = 50) -> dict[str, Method]:
     return {
-        OURS: by_contributions(margin=True, bias="base"),
-        "contributions, class": by_contributions(margin=False, bias="base"),
-        "contributions, margin, bias in votes": by_contributions(margin=True, bias="votes"),
+        OURS: by_states(margin=True),
+        "states, class": by_states(margin=False),
+        "states, bias in votes": by_votes(margin=True),
         "phi": by_phi,
         "integrated gradients, margin": by_integrated_gradients(margin=True, n_steps=n_steps),
         "integrated gradients, class": by_integrated_gradients(margin=False, n_steps=n_steps),

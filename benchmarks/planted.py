@@ -14,7 +14,8 @@ import common
 import corpora
 
 import vecroute as vr
-from vecroute.explain.attribution import METHODS, Reader
+from vecroute.explain.attribution import Reader
+from vecroute.explain.rivals import METHODS
 
 WORDS = ("violin", "harbor")  # each is one token of MiniLM, and no sentence of SST has it
 TOPICS = {

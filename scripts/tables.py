@@ -227,9 +227,9 @@ def accuracy_short() -> str:
 # Faithfulness
 
 METHODS = (
-    "contributions, margin",
-    "contributions, class",
-    "contributions, margin, bias in votes",
+    "states",
+    "states, class",
+    "states, bias in votes",
     "integrated gradients, margin",
     "integrated gradients, class",
     "gradient x input",
@@ -268,7 +268,7 @@ def faithfulness(task: str) -> str:
 def faithfulness_short() -> str:
     """The methods that a reader of the README compares, on sentences of SST-2."""
     names = {
-        "contributions, margin": "contributions (ours, exact)",
+        "states": "contributions (ours, exact)",
         "integrated gradients, margin": "integrated gradients, 50 steps",
     }
     names |= {"gradient x input": "gradient x input", "phi": "`phi` alone", "random": "chance"}
@@ -289,7 +289,7 @@ def faithfulness_short() -> str:
 def shap() -> str:
     """Contributions beside SHAP, on one thread of a CPU."""
     methods = (
-        "contributions, margin",
+        "states",
         "SHAP, 4 evaluations",
         "SHAP, 50 evaluations",
         "SHAP, 500 evaluations",

@@ -299,7 +299,7 @@ def test_tables_fit_100_columns_and_name_the_best(capsys, monkeypatch):
     best = [line for line in lines if line.rstrip().endswith("best")]
     assert len(best) == 3
     assert "random" in best[0]  # the last method has most
-    assert "contributions, margin" in best[1]
+    assert "states" in best[1]
     ways = [line.split()[1] for line in lines if "is better" in line]
     assert ways == ["higher", "lower", "lower"]
     row = {"spread": 0.01, "difference": 0.1, "p": 0.5, "seconds": 12345.6, "parameters": 123_456_789}

@@ -13,8 +13,10 @@ from tests.helpers.texts import LABELS, TEXTS
 from tests.helpers.tiny_models import save_tiny
 from vecroute.cli import main
 from vecroute.encoders import TextEncoder
-from vecroute.explain.attribution import METHODS, Attribution, Reader, by_shap, neighbour_tree, repeated
+from vecroute.explain.attribution import Attribution, Reader
 from vecroute.explain.faithfulness import FRACTIONS, agreement, measure, spearman, summarize
+from vecroute.explain.rivals import METHODS, by_shap, neighbour_tree, repeated
+from vecroute.explain.text import explain_words
 from vecroute.heads import make_head
 
 SOME = ["a warm and witty film", "the plot is so slow and cold !", "good " * 60]
@@ -75,8 +77,8 @@ def test_methods_say_something_of_every_position_and_add_up_if_they_promise_to(r
     assert values.shape == layout.mask.shape
     assert values.isfinite().all()
     assert values[layout.content].unique().numel() > 1
-    promises = ("contributions", "integrated", "SHAP")
-    assert (error is not None) == name.startswith(promises)
+    promises = ("states", "integrated", "SHAP")
+    assert (error is not None) == (name.startswith(promises) or name == "words")
     if error is not None:
         assert error.max() < (0.02 if name.startswith("integrated") else 1e-5)
 
@@ -85,16 +87,29 @@ def test_the_methods_of_routings_refuse_other_heads(encoder):
     reader = Reader(encoder, head_of(encoder, "probe"))
     layout = reader.layout(reader.tokens(SOME[:1]))
     target, other = reader.scores(layout).topk(2).indices.unbind(-1)
-    for name in ("contributions, margin", "phi"):
+    for name in ("states, bias in votes", "phi"):
         with pytest.raises(ValueError, match="need a RoutingHead, got PoolingHead"):
             METHODS[name](reader, layout, target, other)
-    assert METHODS["gradient x input"](reader, layout, target, other).values.isfinite().all()
+    for name in ("words", "states"):
+        assert METHODS[name](reader, layout, target, other).completeness_error.max() < 1e-5
+
+
+def test_words_are_the_contributions_of_explanations(encoder):
+    """The methods read token ids in batches, ``explain_words`` reads texts: both say the same."""
+    reader = Reader(encoder, head_of(encoder))
+    layout = reader.layout(reader.tokens(SOME))
+    target, other = reader.scores(layout).topk(2).indices.unbind(-1)
+    values = METHODS["words"](reader, layout, target, other).values  # [b, n_pos]
+    pairs = torch.stack([target, other], 1).tolist()
+    for k, (fields, _) in enumerate(explain_words(encoder, reader.head, SOME, pairs)):
+        margin = fields["values"][:, 0, 0] - fields["values"][:, 0, 1]  # [n]
+        torch.testing.assert_close(values[k][layout.mask[k]], margin, rtol=1e-4, atol=1e-5)
 
 
 def test_margins_of_both_ways_are_opposite(reader):
     layout = reader.layout(reader.tokens(SOME[:2]))
     target, other = reader.scores(layout).topk(2).indices.unbind(-1)
-    for name in ("contributions, margin", "gradient x input", "integrated gradients, margin"):
+    for name in ("words", "states", "gradient x input", "integrated gradients, margin"):
         forth = METHODS[name](reader, layout, target, other).values
         back = METHODS[name](reader, layout, other, target).values
         torch.testing.assert_close(forth, -back, rtol=1e-3, atol=1e-5)
@@ -155,7 +170,7 @@ def test_measures_of_a_head_whose_truth_is_known(tmp_path):
 
 
 def test_texts_alone_and_together_give_the_same(reader):
-    methods = ["contributions, margin", "phi"]
+    methods = ["states", "phi"]
     together = measure(reader, SOME[:2], methods, leave_one_out=False)
     alone = [row for text in SOME[:2] for row in measure(reader, [text], methods, leave_one_out=False)]
     for row in together:
@@ -166,7 +181,7 @@ def test_texts_alone_and_together_give_the_same(reader):
 
 
 def test_agreement_over_seeds_and_with_random_weights(encoder, reader):
-    method = METHODS["contributions, margin"]
+    method = METHODS["states"]
     assert agreement([reader, reader], SOME[:2], method) == pytest.approx([1, 1])
     other = Reader(encoder, head_of(encoder, seed=5))
     assert max(agreement([reader, other], SOME, method)) < 0.99
@@ -216,7 +231,7 @@ def test_intervals_hold_the_mean_and_shrink_with_more_texts():
     ("texts", "methods", "message"),
     [
         (["good", " "], ["phi"], "text 1 is ' '"),
-        (["good"], ["magic"], "methods must be one of 'contributions, margin'"),
+        (["good"], ["magic"], "methods must be one of 'states'"),
     ],
 )
 def test_wrong_arguments(reader, texts, methods, message):
@@ -240,7 +255,7 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     code, out, _ = run(tmp_path / "model", data, "--texts", 3, "--json")
     assert code == 0
     rows = [json.loads(line) for line in out.splitlines()]
-    assert {row["method"] for row in rows} == {"contributions, margin", "phi", "random"}
+    assert {row["method"] for row in rows} == {"states", "phi", "random"}
     assert {row["texts"] for row in rows if row["measure"] == "comprehensiveness"} == {3}
     code, out, _ = run(tmp_path / "model", data, "--texts", 2, "--methods", "phi;random")
     assert code == 0

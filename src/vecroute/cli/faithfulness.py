@@ -27,9 +27,7 @@ from vecroute.cli.common import (
 def faithfulness(
     model: Model,
     data: Annotated[Path, typer.Argument(help="Table of texts.")],
-    methods: Annotated[
-        str, typer.Option(help="Names with ; between, or all.")
-    ] = "contributions, margin;phi;random",
+    methods: Annotated[str, typer.Option(help="Names with ; between, or all.")] = "words;states;phi;random",
     texts: Annotated[int, typer.Option(min=1, help="Measure at most so many texts, the first ones.")] = 100,
     text: TextColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per measure, no table.")] = False,
@@ -39,8 +37,9 @@ def faithfulness(
     device: Device = None,
 ) -> None:
     """Measure how faithful explanations are: delete what they name, and look at the prediction again."""
-    from vecroute.explain.attribution import METHODS, Reader
+    from vecroute.explain.attribution import Reader
     from vecroute.explain.faithfulness import measure, show, summarize
+    from vecroute.explain.rivals import METHODS
     from vecroute.training.progress import progress_bar
 
     check_data(data)

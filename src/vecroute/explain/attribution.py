@@ -1,4 +1,4 @@
-"""Ways to say which tokens a score came from, on equal terms: contributions, phi, and what others do.
+"""Ways to say which tokens a score came from, on equal terms: words, hidden states, phi.
 
 Each method is ``method(reader, layout, target, other) -> Attribution``: how much each position speaks for
 class ``target``, and for some of them against class ``other``.
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from vecroute.compose.contribution import completeness_error, contributions
 from vecroute.encoders.text import TextEncoder
+from vecroute.explain.samples import sub_texts
+from vecroute.explain.through import word_table
+from vecroute.explain.words import HeldHead, Reading, Run, split_words
 from vecroute.heads import RoutingHead
-from vecroute.storage import require
 
 
 class Layout(NamedTuple):
@@ -32,7 +34,7 @@ class Reader:
 
     Args:
         encoder: with stride=0.
-        head: hidden states -> scores, a ``RoutingHead`` where contributions or phi are asked for.
+        head: hidden states -> scores, a ``RoutingHead`` where votes or phi are asked for.
     """
 
     def __init__(self, encoder: TextEncoder, head: nn.Module):
@@ -50,6 +52,11 @@ class Reader:
         """The token ids of each text, without special tokens."""
         encoded = self.encoder.tokenizer(list(texts), add_special_tokens=False, verbose=False)
         return list(encoded["input_ids"])
+
+    def words(self, ids: Sequence[int]) -> list[int]:
+        """The number of the word that each token belongs to; a WordPiece "##..." continues a word."""
+        pieces = self.encoder.tokenizer.convert_ids_to_tokens(list(ids))
+        return np.cumsum([not piece.startswith("##") for piece in pieces]).tolist()
 
     def layout(self, texts: Sequence[Sequence[int]]) -> Layout:
         """Token ids in chunks with special tokens, as ``TextEncoder`` makes them."""
@@ -93,10 +100,10 @@ class Reader:
         return self.encoder.model.get_input_embeddings()(layout.ids)
 
     def routing_head(self) -> RoutingHead:
-        """The head, if contributions and credit pass through it."""
+        """The head, if it is a network of routings, which have votes and phi."""
         if not isinstance(self.head, RoutingHead):
             raise ValueError(
-                f"contributions and phi need a RoutingHead, got {type(self.head).__name__}: "
+                f"phi and votes need a RoutingHead, got {type(self.head).__name__}: "
                 "choose other methods, or head='routing', 'wide' or 'paper'"
             )
         return self.head
@@ -123,15 +130,79 @@ def per_position(values: Tensor, depth: int) -> Tensor:
     return values.unflatten(-1, (-1, depth)).sum(-1)
 
 
-def by_contributions(*, margin: bool, bias: str) -> Method:
-    """Exact contributions to the score of the class, or to its margin over the other."""
+def by_words(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
+    """Exact contributions of the tokens to the margin, through the encoder."""
+    used = torch.zeros_like(layout.attended).flatten()  # [c n]
+    used[layout.rows[layout.mask]] = True
+
+    def call() -> list[Tensor]:
+        mask = layout.attended.long()  # [c, n]
+        found = reader.encoder.model(layout.ids, attention_mask=mask, output_hidden_states=True)
+        return [found.hidden_states[k] for k in reader.encoder.depths]
+
+    run = Run(call, used.view_as(layout.attended))
+    name = reader.encoder.name
+    reading = Reading([run], word_table(reader.encoder.model, name), name, layout.mask)
+    split = split_words(reading, reader.head, torch.stack([target, other], 1), margin=True)
+    values = split.values[0][..., 0, 0].flatten()[layout.rows].where(layout.mask, 0.0)  # [b, n_pos]
+    return Attribution(values, completeness_error(values, split.base[:, 0], split.scores[:, 0]))
+
+
+def by_samples(samples: int = 24) -> Method:
+    """Contributions of the tokens, as means over random sub-texts; see ``vecroute.explain.samples``."""
+
+    def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
+        found = by_words(reader, layout, target, other).values  # [b, n_pos]
+        for k in range(len(found)):
+            ids = layout.ids.flatten()[layout.rows[k]][layout.content[k]].tolist()
+            halves = sub_texts(reader.words(ids), samples, seed=0)
+            if halves:
+                found[k, layout.content[k]] = mean_over(reader, ids, halves, target[k], other[k])
+        return Attribution(found)
+
+    return method
+
+
+def mean_over(
+    reader: Reader, ids: Sequence[int], halves: Sequence[Sequence[bool]], target: Tensor, other: Tensor
+) -> Tensor:
+    """The mean contribution [n] of each token over the sub-texts that contain it."""
+    total, count = torch.zeros(len(ids)), torch.zeros(len(ids))  # [n] each
+    size = max(1, 2_048 // (len(ids) + 2))
+    for start in range(0, len(halves), size):
+        kept = torch.tensor(halves[start : start + size])  # [m, n]
+        layout = reader.layout([[t for t, stays in zip(ids, row, strict=True) if stays] for row in kept])
+        wanted = target.expand(len(kept)), other.expand(len(kept))  # [m] each
+        values = by_words(reader, layout, *wanted).values  # [m, n_pos]
+        for row, own, content in zip(kept, values, layout.content, strict=True):
+            total[row] += own[content].cpu()
+            count[row] += 1
+    return (total / count).to(target.device)  # [n]
+
+
+def by_states(*, margin: bool) -> Method:
+    """Exact contributions of the hidden states to the score of the class, or to its margin over the other."""
+
+    def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
+        with torch.no_grad():
+            hidden = reader.hidden(layout)  # [b, n_pos, depth, d_emb]
+        outputs = torch.stack([target, other] if margin else [target], 1)  # [b, 2] or [b, 1]
+        held = HeldHead(reader.head, hidden, layout.mask, outputs, margin)
+        values = (held.gradients[0] * held.hidden).sum((-2, -1)).where(layout.mask, 0.0)  # [b, n_pos]
+        return Attribution(values, completeness_error(values, held.base()[:, 0], held.scores[:, 0]))
+
+    return method
+
+
+def by_votes(*, margin: bool) -> Method:
+    """Contributions of the hidden states to a ``RoutingHead``, with the biases of their votes."""
 
     def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
         head = reader.routing_head()
         with torch.no_grad():
             x_inp, mask = head.flatten(reader.hidden(layout), layout.mask)  # [b, i, d], [b, i]
-        options: dict[str, Any] = {"bias": bias, "input_mask": mask}
-        found = contributions(head.network, x_inp, target, other if margin else None, **options)
+        against = other if margin else None
+        found = contributions(head.network, x_inp, target, against, bias="votes", input_mask=mask)
         values = per_position(found.values, head.depth)  # [b, n_pos]
         return Attribution(values, completeness_error(values, found.base, found.output))
 
@@ -145,131 +216,6 @@ def by_phi(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Att
         credit = head.route(reader.hidden(layout), layout.mask).phi.unit_variance()
         phi = credit.dense().gather(-1, target[:, None, None].expand(-1, credit.dense().shape[-2], 1))[..., 0]
     return Attribution(per_position(phi, head.depth))
-
-
-def by_gradient(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """Gradient times input of the margin, through the encoder to the embeddings of the tokens."""
-    with torch.enable_grad():
-        embeddings = reader.embeddings(layout).detach().requires_grad_()  # [c, n, d_emb]
-        total = margins(reader.head(reader.hidden(layout, embeddings), layout.mask), target, other).sum()
-        (gradient,) = torch.autograd.grad(total, embeddings)  # [c, n, d_emb]
-    return Attribution((gradient * embeddings).detach().sum(-1).flatten()[layout.rows])
-
-
-def by_integrated_gradients(n_steps: int = 50, margin: bool = True, steps_at_once: int = 10) -> Method:
-    """Integrated gradients through the encoder, by captum; the tokens of the text grow from zero."""
-
-    def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-        captum = require("captum.attr", "eval")
-        content = torch.zeros_like(layout.attended).flatten()  # [c n]
-        content[layout.rows[layout.content]] = True
-        content = content.view_as(layout.attended)[..., None]  # [c, n, 1]
-        with torch.no_grad():
-            embeddings = reader.embeddings(layout)  # [c, n, d_emb]
-        against = other if margin else None
-
-        def outputs(embeddings: Tensor) -> Tensor:
-            """Return the outputs [steps, b] of embeddings [steps, c, n, d_emb], for each text and step."""
-            steps = len(embeddings)
-            copies = repeated(layout, steps)
-            hidden = reader.hidden(copies, embeddings.flatten(0, 1))  # [steps b, n_pos, depth, d_emb]
-            scores = reader.head(hidden, copies.mask)  # [steps b, n_cls]
-            wanted = (target.repeat(steps), None if against is None else against.repeat(steps))
-            return margins(scores, *wanted).unflatten(0, (steps, -1))  # [steps, b]
-
-        without = embeddings * ~content  # [c, n, d_emb]
-        found = captum.IntegratedGradients(lambda x: outputs(x).sum(-1)).attribute(
-            embeddings[None], baselines=without[None], n_steps=n_steps, internal_batch_size=steps_at_once
-        )[0]  # [c, n, d_emb]
-        values = found.detach().sum(-1).flatten()[layout.rows].where(layout.mask, 0.0).float()  # [b, n_pos]
-        with torch.no_grad():
-            base, output = outputs(torch.stack([without, embeddings]))  # [b] each
-        return Attribution(values, completeness_error(values, base, output))
-
-    return method
-
-
-def repeated(layout: Layout, n: int) -> Layout:
-    """The same texts n times over."""
-    shift = torch.arange(n, device=layout.rows.device)[:, None, None] * layout.ids.numel()  # [n, 1, 1]
-    rows = (layout.rows + shift).flatten(0, 1)  # [n b, n_pos]
-    many = {name: getattr(layout, name).repeat(n, 1) for name in ("ids", "attended", "mask", "content")}
-    return Layout(rows=rows, **many)
-
-
-def by_rollout(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """Attention rollout: the mean over the rows of (attention + identity) / 2 through all layers."""
-    rolled = rollout(reader.encoder.model, layout.ids, layout.attended.long())  # [c, n, n]
-    weight = layout.attended[..., None].float() / layout.attended.sum(-1)[:, None, None]  # [c, n, 1]
-    return Attribution((rolled * weight).sum(1).flatten()[layout.rows])
-
-
-@torch.no_grad()
-def rollout(model: Any, *inputs: Tensor) -> Tensor:
-    """The product over all layers of (attention + identity) / 2 for some inputs of a model, [c, n, n]."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        found = model(*inputs, output_attentions=True).attentions  # [c, heads, n, n] each
-    finally:
-        model.set_attn_implementation(before)
-    rolled = torch.eye(found[0].shape[-1], device=found[0].device)  # [n, n]
-    for attention in found:
-        rolled = (attention.float().mean(1) @ rolled + rolled) / 2  # [c, n, n]
-    return rolled
-
-
-def by_shap(max_evals: int = 500) -> Method:
-    """SHAP values of the margin by the partition explainer of the package shap, text by text."""
-
-    def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-        shap = require("shap", "eval")
-        found = torch.zeros_like(layout.mask, dtype=torch.float32)  # [b, n_pos]
-        base, output = torch.zeros_like(found[:, 0]), torch.zeros_like(found[:, 0])  # [b] each
-        for k in range(len(layout.rows)):
-            ids = layout.ids.flatten()[layout.rows[k]][layout.content[k]].tolist()
-
-            def margin_of(kept: np.ndarray, k: int = k, ids: list[int] = ids) -> np.ndarray:
-                texts = [[t for t, keep in zip(ids, row, strict=True) if keep] for row in kept]
-                return scores_of(reader, texts, target[k], other[k])  # [n]
-
-            masker = TokenMasker(len(ids))
-            explainer = shap.explainers.Partition(margin_of, masker)
-            everything = np.ones((1, len(ids)), dtype=bool)  # [1, n]
-            values = explainer(everything, max_evals=max_evals, silent=True).values  # [1, n]
-            found[k, layout.content[k]] = torch.tensor(values[0], dtype=torch.float32, device=found.device)
-            base[k], output[k] = margin_of(np.stack([~everything[0], everything[0]])).tolist()
-        return Attribution(found, completeness_error(found, base, output))
-
-    return method
-
-
-class TokenMasker:
-    """For the partition explainer: tokens are deleted, neighbours are explained together first."""
-
-    def __init__(self, n: int):
-        self.shape = (1, n)
-        self.n = n
-        self.clustering = neighbour_tree(n)  # [n - 1, 4]
-
-    def __call__(self, mask: np.ndarray, x: np.ndarray) -> tuple[np.ndarray]:
-        return (np.asarray(mask, dtype=bool)[None],)
-
-
-def neighbour_tree(n: int) -> np.ndarray:
-    """A balanced tree over n neighbours as a linkage matrix [n - 1, 4]: two nodes, distance, leaves."""
-    rows: list[list[float]] = []
-
-    def join(start: int, end: int) -> int:
-        if end - start == 1:
-            return start
-        middle = (start + end) // 2
-        left, right = join(start, middle), join(middle, end)
-        rows.append([left, right, end - start, end - start])
-        return n + len(rows) - 1
-
-    join(0, n)
-    return np.array(rows, dtype=float).reshape(-1, 4)
 
 
 def by_chance(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
@@ -293,20 +239,3 @@ def scores_of(reader: Reader, texts: Sequence[Sequence[int]], target: Tensor, ot
         scores = reader.scores(reader.layout(texts[start : start + size]))  # [b, n_cls]
         found.append(margins(scores, target.expand(len(scores)), other.expand(len(scores))))
     return torch.cat(found).cpu().numpy()
-
-
-METHODS: dict[str, Method] = {
-    "contributions, margin": by_contributions(margin=True, bias="base"),
-    "contributions, class": by_contributions(margin=False, bias="base"),
-    "contributions, margin, bias in votes": by_contributions(margin=True, bias="votes"),
-    "contributions, class, bias in votes": by_contributions(margin=False, bias="votes"),
-    "phi": by_phi,
-    "gradient x input": by_gradient,
-    "integrated gradients, margin": by_integrated_gradients(),
-    "integrated gradients, class": by_integrated_gradients(margin=False),
-    "attention rollout": by_rollout,
-    "SHAP, 500 evaluations": by_shap(500),
-    "SHAP, 50 evaluations": by_shap(50),
-    "SHAP, 4 evaluations": by_shap(4),
-    "random": by_chance,
-}

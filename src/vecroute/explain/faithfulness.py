@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from vecroute.encoders.text import length_batches
-from vecroute.explain.attribution import METHODS, Layout, Method, Reader, margins
+from vecroute.explain.attribution import Layout, Method, Reader, margins
+from vecroute.explain.rivals import METHODS
 from vecroute.ops.checks import check_choice
 
 FRACTIONS = (
