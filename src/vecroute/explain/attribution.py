@@ -132,6 +132,21 @@ def per_position(values: Tensor, depth: int) -> Tensor:
 
 def by_words(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
     """Exact contributions of the tokens to the margin, through the encoder."""
+    if len(layout.ids) == len(layout.rows):
+        return _words_of_chunks(reader, layout, target, other)
+    # The encoder reads the chunks of a long text apart, the head reads them together: such a text goes alone.
+    values = torch.zeros_like(layout.mask, dtype=torch.float32)  # [b, n_pos]
+    errors = []
+    for k in range(len(layout.rows)):
+        ids = layout.ids.flatten()[layout.rows[k]][layout.content[k]].tolist()
+        found = _words_of_chunks(reader, reader.layout([ids]), target[k : k + 1], other[k : k + 1])
+        values[k, layout.mask[k]] = found.values[0]
+        errors.append(found.completeness_error)
+    return Attribution(values, torch.cat(errors))
+
+
+def _words_of_chunks(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
+    """The same for texts of one chunk each, or for one text."""
     used = torch.zeros_like(layout.attended).flatten()  # [c n]
     used[layout.rows[layout.mask]] = True
 
@@ -140,8 +155,7 @@ def by_words(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> A
         found = reader.encoder.model(layout.ids, attention_mask=mask, output_hidden_states=True)
         return [found.hidden_states[k] for k in reader.encoder.depths]
 
-    run = Run(call, used.view_as(layout.attended))
-    name = reader.encoder.name
+    run, name = Run(call, used.view_as(layout.attended)), reader.encoder.name
     reading = Reading([run], word_table(reader.encoder.model, name), name, layout.mask)
     split = split_words(reading, reader.head, torch.stack([target, other], 1), margin=True)
     values = split.values[0][..., 0, 0].flatten()[layout.rows].where(layout.mask, 0.0)  # [b, n_pos]

@@ -66,6 +66,9 @@ def by_integrated_gradients(
             start = torch.zeros_like(embeddings)  # [c, n, d_emb]
             if baseline != "zero":
                 token = getattr(reader.encoder.tokenizer, f"{baseline}_token_id")
+                if token is None:
+                    name = reader.encoder.name
+                    raise ValueError(f"this baseline needs a {baseline} token, which {name} lacks")
                 start = reader.embeddings(layout._replace(ids=torch.full_like(layout.ids, token)))
         without = torch.where(content, start, embeddings)  # [c, n, d_emb]
 
