@@ -34,16 +34,18 @@ ESCAPED = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "``": '"', "'
 Labelled = tuple[list[str], list[int]]
 
 
-def load(task: str, split: str, data: Path) -> Labelled:
-    """Return the texts and labels of a split (train, dev or test) of a task."""
-    return imdb(data / "imdb", split) if task == "imdb" else sst(data / "sst", split, fine=task == "sst5")
+def load(task: str, split: str, data: Path, *, whole: bool = False) -> Labelled:
+    """Return the texts and labels of a split (train, dev or test) of a task; whole sentences only if asked."""
+    if task == "imdb":
+        return imdb(data / "imdb", split)
+    return sst(data / "sst", split, fine=task == "sst5", whole=whole or split != "train")
 
 
-def sst(folder: Path, split: str, *, fine: bool) -> Labelled:
-    """Return sentences, or each distinct phrase once for training. Two classes leave out neutral texts."""
+def sst(folder: Path, split: str, *, fine: bool, whole: bool) -> Labelled:
+    """Return sentences, or each distinct phrase once. Two classes leave out neutral texts."""
     trees = (folder / f"{split}.txt").read_text().splitlines()
-    nodes = [node for tree in trees for node in (phrases(tree) if split == "train" else phrases(tree)[-1:])]
-    if split == "train":
+    nodes = [node for tree in trees for node in (phrases(tree)[-1:] if whole else phrases(tree))]
+    if not whole:
         nodes = list(dict(nodes).items())
     nodes = [(text, label) for text, label in nodes if fine or label != 2]
     return [text for text, _ in nodes], [label if fine else int(label > 2) for _, label in nodes]

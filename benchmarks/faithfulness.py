@@ -1,9 +1,10 @@
-"""How faithful are explanations? ``python benchmarks/faithfulness.py --data DATA --weights HEADS``.
+"""How faithful are explanations? ``python benchmarks/faithfulness.py --data DATA --weights FOLDER --fit N``.
 
-Explanations of the routing heads whose weights ``accuracy.py --save HEADS`` wrote, on test texts, by every
-method of ``vecroute.explain.attribution``. Rows of every text are appended to faithfulness_texts.csv, and
-``--summarize`` makes means with intervals of them, faithfulness.csv, and the figure. corpora.py says what is
-in DATA.
+``--fit`` fits three classifiers for each task, which differ in their seed, and keeps them in FOLDER. Their
+predictions on test texts are explained by every method of ``vecroute.explain.rivals``. Rows of every text,
+seed and method are appended to words_texts.csv; rows that are there already are not measured again.
+``--summarize`` makes words.csv of them: means, and how far each method is from "words", with intervals that
+are paired by text and seed. corpora.py says what is in DATA.
 """
 
 import random
@@ -12,29 +13,49 @@ from typing import Any
 
 import common
 import corpora
+import normalized
 import numpy as np
 import pandas
 import torch
 
 import vecroute as vr
-from vecroute.encoders import TextEncoder
 from vecroute.explain.attribution import Reader
-from vecroute.explain.faithfulness import agreement, measure, summarize
+from vecroute.explain.faithfulness import Judge, agreement, measure, summarize
 from vecroute.explain.rivals import METHODS
 
 GROUP = 20  # texts that are measured before their rows are written
 CHECKED = 50  # texts for agreement over seeds, randomisation and memory
+SEEDS = (0, 1, 2)
+TEXTS = {"sst2": 500, "imdb": 200}  # how many test texts, unless --texts says otherwise
+OURS = "words"
+COMPARED = ("comprehensiveness", "sufficiency", "leave_one_out", "comprehensiveness_normalized")
 
 
-def readers(task: str, weights: Path, device: str, encoder_name: str) -> list[Reader]:
-    """The trained heads, one for each seed."""
-    encoder = TextEncoder(encoder_name, device=device, dtype=torch.float32)
-    stacked = np.load(weights / f"{task}.npz")
+def fit(task: str, seed: int, options: Any) -> None:
+    """Fit a classifier on some training texts, unless the folder has it."""
+    folder = options.weights / f"{task}-{seed}"
+    if not folder.exists():
+        texts, labels = corpora.load(task, "train", options.data, whole=True)
+        chosen = random.Random(0).sample(range(len(texts)), min(options.fit, len(texts)))
+        classifier = vr.RoutingClassifier(
+            options.encoder, random_state=seed, device=options.device, cache=options.weights / "cache"
+        )
+        classifier.fit([texts[k] for k in chosen], [labels[k] for k in chosen])
+        classifier.save_pretrained(folder)
+
+
+def readers(task: str, options: Any) -> list[Reader]:
+    """The fitted classifiers, one for each seed."""
     found = []
-    for seed in range(3):
-        head = vr.RoutingHead(d_emb=encoder.d_emb, depth=encoder.depth, n_cls=corpora.TASKS[task])
-        head.load_state_dict({name: torch.tensor(stacked[name][seed]).float() for name in stacked})
-        found.append(Reader(encoder, head.to(device)))
+    for seed in options.seeds:
+        if options.fit:
+            fit(task, seed, options)
+        classifier = vr.RoutingClassifier.from_pretrained(
+            options.weights / f"{task}-{seed}", device=options.device
+        )
+        encoder, head = classifier._ready()
+        encoder.model.float()  # explanations are compared in float32 on every device
+        found.append(Reader(encoder, head))
     return found
 
 
@@ -74,17 +95,41 @@ def check(task: str, trained: list[Reader], texts: list[str], method: str, devic
     }
 
 
+def judged(reader: Reader, text: str, rows: list[dict[str, Any]]) -> None:
+    """Add the normalised measures to the rows of one text."""
+    (tokens,) = reader.tokens([text])
+    layout = reader.layout([tokens])
+    target, other = reader.scores(layout).topk(2).indices.unbind(-1)  # [1] each
+    judge = Judge(reader, tokens, target[0], other[0])
+    limits = normalized.bounds(judge)
+    for row in rows:
+        values = METHODS[row["method"]](reader, layout, target, other).values[0][layout.content[0]]  # [n]
+        row |= normalized.normalized(judge, values.argsort(descending=True, stable=True), limits)
+
+
 def make_summary(results: Path) -> None:
-    """faithfulness.csv and faithfulness.png, of the rows of texts."""
-    rows = pandas.read_csv(results / "faithfulness_texts.csv")
+    """words.csv and words.png: the mean of each measure, and its difference from that of ``OURS``."""
+    rows = pandas.read_csv(results / "words_texts.csv")
     summary = []
     for (task, device), own in rows.groupby(["task", "device"], sort=False):
-        told = summarize(own.drop(columns="task").to_dict("records"))
-        summary += [{"task": task, **row, "device": device} for row in told]
-    path = results / "faithfulness.csv"
+        told = summarize(own.drop(columns="task").to_dict("records"), measures=measures(own))
+        summary += [{"task": task, "of": "mean", **row, "device": device} for row in told]
+        ours = own[own.method == OURS].set_index(["seed", "text"])
+        for method, other in own[own.method != OURS].groupby("method", sort=False):
+            both = other.set_index(["seed", "text"])[list(COMPARED)]
+            ahead = (ours[list(COMPARED)] - both).dropna(how="all").reset_index().assign(method=method)
+            told = summarize(ahead.to_dict("records"), measures=COMPARED)
+            summary += [{"task": task, "of": f"{OURS} less this", **row, "device": device} for row in told]
+    path = results / "words.csv"
     path.unlink(missing_ok=True)
     common.append(path, summary)
-    plot(pandas.DataFrame(summary), results)
+    plot(pandas.DataFrame([row for row in summary if row["of"] == "mean"]), results)
+
+
+def measures(rows: pandas.DataFrame) -> list[str]:
+    """The columns of numbers that are measured."""
+    first, last = rows.columns.get_loc("seconds"), rows.columns.get_loc("device")
+    return list(rows.columns[first:last])
 
 
 def plot(summary: pandas.DataFrame, results: Path) -> None:
@@ -99,7 +144,7 @@ def plot(summary: pandas.DataFrame, results: Path) -> None:
             axis.set_title(task)
             axis.tick_params(axis="y", labelleft=axis is line[0])
     figure.tight_layout()
-    figure.savefig(results / "faithfulness.png", dpi=150)
+    figure.savefig(results / "words.png", dpi=150)
 
 
 def one_of_each(own: pandas.DataFrame) -> pandas.DataFrame:
@@ -110,22 +155,45 @@ def one_of_each(own: pandas.DataFrame) -> pandas.DataFrame:
 
 def bars(axis: Any, own: pandas.DataFrame) -> None:
     """A bar for the mean of each method, with its interval."""
-    colors = ["tab:red" if method.startswith("contributions") else "tab:blue" for method in own.method]
+    colors = ["tab:red" if method.startswith(OURS) else "tab:blue" for method in own.method]
     axis.barh(own.method, own["mean"], color=colors, alpha=0.7)
     away = [own["mean"] - own.low, own.high - own["mean"]]
     axis.errorbar(own["mean"], own.method, xerr=away, fmt="none", color="black", capsize=2)
 
 
+def measured(results: Path, about: dict[str, Any]) -> set[tuple]:
+    """The task, seed, text and method of the rows that this device has already."""
+    path = results / "words_texts.csv"
+    if not path.exists():
+        return set()
+    rows = pandas.read_csv(path)
+    own = rows[rows.device == about["device"]]
+    return set(own[["task", "seed", "text", "method"]].itertuples(index=False, name=None))
+
+
+def rows_of(reader: Reader, texts: list[str], methods: list[str], options: Any) -> list[dict[str, Any]]:
+    """The rows of some texts, with the normalised measures of those that are short enough for them."""
+    rows = measure(reader, texts, methods, leave_one_out=not options.no_leave_one_out)
+    empty = {"comprehensiveness_normalized": None, "sufficiency_normalized": None}
+    rows = [row | empty for row in rows]
+    short = {k for k, ids in enumerate(reader.tokens(texts)) if 1 < len(ids) <= options.normalized}
+    for k in sorted(short):
+        judged(reader, texts[k], [row for row in rows if row["text"] == k])
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, help="folder of the texts")
-    parser.add_argument("--weights", type=Path, help="folder of the heads")
+    parser.add_argument("--weights", type=Path, help="folder of the fitted classifiers")
+    parser.add_argument("--fit", type=int, default=0, help="fit them on so many training texts")
     parser.add_argument("--encoder", default="minilm")
-    parser.add_argument("--tasks", nargs="+", choices=("sst2", "imdb"), default=["sst2", "imdb"])
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TEXTS), default=list(TEXTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--texts", type=int, help="how many; 500 of SST-2 and 200 of IMDB")
-    parser.add_argument("--start", type=int, default=0, help="leave out the first texts, to go on from there")
     parser.add_argument("--longest", type=int, default=100_000, help="only texts of at most so many tokens")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--normalized", type=int, default=0, help="normalise texts of at most so many tokens")
     parser.add_argument("--no-leave-one-out", action="store_true")
     parser.add_argument("--check", action="store_true", help="agreement over seeds, randomisation, memory")
     parser.add_argument("--summarize", action="store_true", help="only sum up the rows there are")
@@ -134,8 +202,8 @@ def main(arguments: list[str] | None = None) -> None:
         return make_summary(options.results)
     about = common.about(options.device)
     for task in options.tasks:
-        trained = readers(task, options.weights, options.device, options.encoder)
-        options.texts = 4 if options.short else options.texts or {"sst2": 500, "imdb": 200}[task]
+        trained = readers(task, options)
+        options.texts = 4 if options.short else options.texts or TEXTS[task]
         texts = choose(task, trained[0], options)
         if options.check:
             rows = [
@@ -143,12 +211,18 @@ def main(arguments: list[str] | None = None) -> None:
             ]
             common.append(options.results / "faithfulness_checks.csv", [row | about for row in rows])
             continue
-        for start in range(options.start, len(texts), GROUP):
-            group = texts[start : start + GROUP]
-            rows = measure(trained[0], group, options.methods, leave_one_out=not options.no_leave_one_out)
-            rows = [{"task": task, **row, "text": start + row["text"]} | about for row in rows]
-            common.append(options.results / "faithfulness_texts.csv", rows)
-            print(f"{task}: {start + len(group)} of {len(texts)} texts", flush=True)
+        done = measured(options.results, about)
+        for seed, reader in zip(options.seeds, trained, strict=True):
+            for start in range(0, len(texts), GROUP):
+                group = texts[start : start + GROUP]
+                places = range(start, start + len(group))
+                left = [m for m in options.methods if any((task, seed, k, m) not in done for k in places)]
+                if not left:
+                    continue
+                rows = rows_of(reader, group, left, options)
+                rows = [{"task": task, "seed": seed, **row, "text": start + row["text"]} for row in rows]
+                common.append(options.results / "words_texts.csv", [row | about for row in rows])
+                print(f"{task}, seed {seed}: {start + len(group)} of {len(texts)} texts", flush=True)
 
 
 if __name__ == "__main__":
