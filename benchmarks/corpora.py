@@ -35,15 +35,19 @@ Labelled = tuple[list[str], list[int]]
 
 
 def load(task: str, split: str, data: Path, *, whole: bool = False) -> Labelled:
-    """Return the texts and labels of a split (train, dev or test) of a task; whole sentences only if asked."""
+    """Return the texts and labels of a split (train, dev or test) of a task."""
     if task == "imdb":
         return imdb(data / "imdb", split)
-    return sst(data / "sst", split, fine=task == "sst5", whole=whole or split != "train")
+    return sst(data / "sst", split, fine=task == "sst5", whole=whole)
 
 
-def sst(folder: Path, split: str, *, fine: bool, whole: bool) -> Labelled:
-    """Return sentences, or each distinct phrase once. Two classes leave out neutral texts."""
+def sst(folder: Path, split: str, *, fine: bool, whole: bool = False) -> Labelled:
+    """Return sentences; for training each distinct phrase once, unless only whole sentences are asked for.
+
+    Two classes leave out neutral texts.
+    """
     trees = (folder / f"{split}.txt").read_text().splitlines()
+    whole = whole or split != "train"
     nodes = [node for tree in trees for node in (phrases(tree)[-1:] if whole else phrases(tree))]
     if not whole:
         nodes = list(dict(nodes).items())
