@@ -136,7 +136,7 @@ def by_words(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> A
         return _words_of_chunks(reader, layout, target, other)
     # The encoder reads the chunks of a long text apart, the head reads them together: such a text goes alone.
     values = torch.zeros_like(layout.mask, dtype=torch.float32)  # [b, n_pos]
-    errors = []
+    errors: list[Any] = []
     for k in range(len(layout.rows)):
         ids = layout.ids.flatten()[layout.rows[k]][layout.content[k]].tolist()
         found = _words_of_chunks(reader, reader.layout([ids]), target[k : k + 1], other[k : k + 1])
