@@ -1,6 +1,9 @@
 """What both demos do: fit a classifier, or load that of an earlier run, and compare it with baselines."""
 
 import json
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,3 +102,21 @@ def show_results(console: Console, results: dict[str, Any], samples: str) -> Non
     for name, accuracy in results["accuracies"].items():
         table.add_row(name, f"{accuracy:.1%}", style="bold" if name == ROUTING else "")
     console.print(table)
+
+
+def next_steps(console: Console, commands: dict[str, Sequence[Any]]) -> None:
+    """Print commands to try next, as they can be typed where the demo was started."""
+    console.print("\nTry next:")
+    for why, arguments in commands.items():
+        line = f"  {program()} {shlex.join(map(str, arguments))}"
+        console.print(f"{why}\n{line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def program() -> str:
+    """How to start ``vecroute`` again: by its name where that is found, else by its path."""
+    started = Path(sys.argv[0])
+    if started.name != "vecroute":  # python -m vecroute
+        return f"{shlex.quote(sys.executable)} -m vecroute"
+    found = shutil.which("vecroute")
+    same = found is not None and Path(found).resolve() == started.resolve()
+    return "vecroute" if same else shlex.quote(str(started))

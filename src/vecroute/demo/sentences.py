@@ -10,7 +10,8 @@ from rich.console import Console
 from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
 
 from vecroute.classifier import RoutingClassifier
-from vecroute.demo.fitting import SEED, Samples, fitted, show_results
+from vecroute.demo.fitting import SEED, Samples, fitted, next_steps, show_results
+from vecroute.storage import write_file
 
 TEST_FRACTION, EXAMPLES = 0.2, 4
 
@@ -25,8 +26,8 @@ def run(out: Path) -> None:
     """Fit on four fifths of the sentences, measure on the rest, show and write it all.
 
     Args:
-        out: folder for ``model/``, ``report.md``, ``results.json`` and a page for each explanation. What is
-            there from an earlier run is used again.
+        out: folder for ``model/``, ``report.md``, ``results.json``, ``test.csv`` with the held-out sentences
+            and a page for each explanation. What is there from an earlier run is used again.
     """
     console, table = Console(), sentence_polarity()
     train, test = train_test_split(table, test_size=TEST_FRACTION, random_state=SEED, stratify=table["label"])
@@ -45,10 +46,24 @@ def run(out: Path) -> None:
     for number, why in enumerate(explanations, 1):
         why.to_html(out / f"why-{number}.html")
     (out / "report.md").write_text(report(results, explanations))
+    held_out = pd.DataFrame({"text": test.items, "label": test.labels}).to_csv(index=False)
+    write_file(out / "test.csv", held_out.encode())
     console.print(
-        f"\nThe model is in {out / 'model'}, a report in {out / 'report.md'}, with pages to look at."
+        f"\nThe model is in {out / 'model'}, a report in {out / 'report.md'}, with pages to look at.",
+        soft_wrap=True,
     )
-    console.print(f'Try: vecroute explain {out / "model"} "a gorgeous, witty, seductive movie"', markup=False)
+    next_steps(
+        console,
+        {
+            "Explain a sentence of your own:": [
+                "explain", out / "model", "a gorgeous, witty, seductive movie", "--html", out / "why.html"
+            ],
+            "See where it errs on the held-out sentences, and why:": [
+                "evaluate", out / "model", out / "test.csv", "--html", out / "evaluation.html"
+            ],
+            "Type and watch, in a browser:": ["serve", out / "model"],
+        },
+    )  # fmt: skip
 
 
 def report(results: dict[str, Any], explanations: list) -> str:

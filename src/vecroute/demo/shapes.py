@@ -13,7 +13,7 @@ from rich.console import Console
 from sklearn.datasets import load_sample_images  # type: ignore[import-untyped]
 
 from vecroute.classifier import RoutingClassifier
-from vecroute.demo.fitting import Samples, fitted, show_results
+from vecroute.demo.fitting import Samples, fitted, next_steps, show_results
 from vecroute.explain.image_plots import sheet
 from vecroute.explain.image_report import image_report
 from vecroute.io.images import check_images, read_folder
@@ -121,8 +121,14 @@ def run(out: Path) -> None:
         f"\nThe model is in {out / 'model'}, a report in {out / 'report.html'}, maps of the first held-out "
         f"image of each shape in {out / 'maps.png'}, pages of these beside it."
     )
-    try_it = f"Try: vecroute explain {out / 'model'} {test.items[0].name} --html why.html"
-    console.print(try_it, markup=False, soft_wrap=True)
+    one = ["explain", out / "model", test.items[0].name, "--html", out / "why.html"]
+    report_page = ["evaluate", out / "model", out / "images" / "test", "--html", out / "evaluation.html"]
+    commands: dict[str, Any] = {
+        "Explain an image:": one,
+        "See where it errs on the held-out images:": report_page,
+        "Drop images into a page, in a browser:": ["serve", out / "model"],
+    }
+    next_steps(console, commands)
 
 
 def read(folder: Path) -> Samples:
