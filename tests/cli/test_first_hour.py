@@ -54,6 +54,13 @@ FIT = ["fit", "train.csv", "--text", "review", "--label", "stars", "--encoder", 
 FIT += ["--lr", "0.01", "--batch-size", "16"]
 
 
+def refused(done, message):
+    """The last line says what is wrong, after a line about rows that were skipped."""
+    note, error = done.err.splitlines(keepends=True)
+    assert note.endswith("skipped\n")
+    return failed(done._replace(err=error), message)
+
+
 def on_a_terminal(*arguments, terminal=True):
     """Run a command in a process of its own: its code, standard output, and what the terminal showed."""
     master, slave = pty.openpty()
@@ -133,7 +140,7 @@ def test_3_and_7_evaluate_refuses_typos_and_writes_a_report(run, home):
         run("evaluate", "model", "typo.csv"), "line 4 of typo.csv has the label 'poss', which the model"
     )
     assert "the nearest class is 'pos'" in run("evaluate", "model", "typo.csv").err
-    assert failed(run("evaluate", "model", "test.csv", "--label", "id"), "has the label '0'")
+    assert refused(run("evaluate", "model", "test.csv", "--label", "id"), "has the label '0'")
     counted = json.loads(run("evaluate", "model", "typo.csv", "--allow-unknown", "--json").out)
     assert counted["accuracy"] == pytest.approx(2 / 3)
     code, out, shown = on_a_terminal("evaluate", "model", "test.csv", "--html", "report.html")
@@ -158,7 +165,8 @@ def test_4_missing_labels_are_no_class():
 def test_5_what_is_not_there_is_said_at_once_and_a_moved_encoder_can_be_named(run, home):
     started = time.monotonic()
     assert failed(run("fit", "none.csv", "--out", "new"), "none.csv is not there")
-    assert failed(run("fit", "train.csv", *FIT[2:6], "--encoder", "./none", "--out", "new"), "none")
+    nowhere = run("fit", "train.csv", *FIT[2:6], "--encoder", "./none", "--out", "new")
+    assert refused(nowhere, "encoder './none' could not be loaded: this folder is not there")
     assert failed(run("predict", "none/model", stdin=b"x"), "none/model")
     assert time.monotonic() - started < 40  # nothing waits for a network
     moved = Path(shutil.copytree(home / "encoder", home / "moved"))
