@@ -42,6 +42,7 @@ PUBLIC_NAMES = {
     "contributions",
     "distributed",
     "encoders",
+    "explain_model",
     "load_reference_state_dict",
     "networks",
     "stability",
