@@ -18,5 +18,5 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, tmp_path, monkeypa
     for name, accuracy in accuracies.items():
         assert f"| {name} | {accuracy:.1%} |" in (tmp_path / "demo/report.md").read_text()
         assert f"{accuracy:.1%}" in first.out
-    monkeypatch.setattr(Trainer, "train_step", None)  # whoever trains again fails
+    monkeypatch.setattr(Trainer, "train_step", None)  # training again would fail
     assert run("demo", "--out", tmp_path / "demo").out == first.out

@@ -105,7 +105,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls(rows: int) -> tuple[int, int]:
-    """Of a forward and of a backward over 640 inputs in chunks of so many rows."""
+    """Return the calls of a forward and of a backward pass over 640 inputs in chunks of so many rows."""
     p = make(640, 4, 64, rows=rows)
     with Calls() as forward:
         x_out, saved = loop.forward(p)
@@ -149,7 +149,7 @@ PARTS = [  # samples, those of each part, [j, d] of how many samples a part may 
 def test_a_batch_goes_backward_in_parts(
     n_samples, sizes, most, n_inp, d_inp, masked, monkeypatch, limits, nan_filled_memory
 ):
-    """Of a variable length on a CPU: as many parts as it takes, about as large as each other."""
+    """With variable length on a CPU, the backward pass has parts of about equal size."""
     limits(PART_BYTES=most * 3 * d_inp * 4)
     seen, backward_of_part = [], loop.backward_of_part
     monkeypatch.setattr(

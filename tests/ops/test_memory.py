@@ -64,7 +64,7 @@ def test_the_reference_stores_pairs(fixed):
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # there is one cycle
 @pytest.mark.parametrize(("n_parts", "most"), [(1, 13), (4, 9)])
 def test_few_matrices_of_each_sample_live_at_once(n_parts, most, limits):
-    """Of many small samples, what is [b, j, d] takes the most memory; in parts, what is kept alone."""
+    """With many small samples, values [b, j, d] take the most memory; in parts, only the stored ones."""
     limits(PART_BYTES=2**20 // n_parts)
     layer = vr.VectorRouting(n_inp=None, n_out=64, d_inp=64, d_out=64, implementation="chunked")
     layer.tuning = layer.tuning._replace(rows=8)  # two samples at a time

@@ -394,7 +394,7 @@ def test_each_thread_has_as_many_samples(monkeypatch):
 @pytest.mark.parametrize(("n_out", "rows"), [(50, 0), (3, 1)], ids=["whole rows", "one row"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pairs_that_fill_the_memory_they_wait_in(implementation, n_out, rows, nan_filled_memory):
-    """Of one sample that is the gradient of W_A, which programs for other features write meanwhile."""
+    """A single sample stores pairs in the gradient of W_A, which other programs write at the same time."""
     layer = make(5, n_out, 150, 3, fixed=True, implementation=implementation)
     assert_layer_as_good(with_chunks(layer, rows), torch.randn(5, 150))
 
@@ -409,7 +409,7 @@ def test_pairs_of_several_iterations_wait(implementation, fixed, nan_filled_memo
 
 @pytest.mark.parametrize("implementation", PATHS)
 def test_plain_calls_go_past_the_dispatcher(implementation, monkeypatch):
-    """With the numbers of the operator, which is for whoever follows calls: compilers, modes, fake ones."""
+    """The numbers equal the operator's, which only compilers, modes and fake tensors need."""
     layer, x_inp = make(9, 3, 5, 4, fixed=True, implementation=implementation), torch.randn(2, 9, 5)
     plain = outcome(layer, x_inp)
     monkeypatch.setattr("vecroute.ops.autograd.is_plain", lambda x: False)

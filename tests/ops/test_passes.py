@@ -46,7 +46,7 @@ def test_pairs_of_half_precision_wait_apart(dtype, nan_filled_memory):
 
 
 def test_pairs_wait_apart_within_the_budget(limits):
-    """Of 2 x 5 rows and of M of 2 samples: 8 that wait, 4 of phi, 8 of c and one of a_inp, aligned."""
+    """2 x 5 rows and M of 2 samples need 8 stored pairs, 4 of phi, 8 of c and one of a_inp, aligned."""
     layer, x_inp = make(), torch.randn(2, 5, 36)
     n_bytes = 4 * (2 * 5 + 2 * 36) * 24
     limits(APART_BYTES=n_bytes)
@@ -61,7 +61,7 @@ def test_pairs_wait_apart_within_the_budget(limits):
 
 
 def test_products_that_are_kept_are_written_once(nan_filled_memory):
-    """What is kept is what the first product fills: c, a_inp and zeros."""
+    """The first product fills the stored values: c, a_inp and zeros."""
     layer, x_inp = make(), torch.randn(3, 11, 36)
     p = problem_of(layer, x_inp)
     kept = passes.new_kept(p)  # [b, i, 16]
@@ -84,7 +84,7 @@ def test_products_that_are_kept_are_written_once(nan_filled_memory):
 @pytest.mark.parametrize("n_inp", [1, 5, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_sums_over_inputs(dtype, n_inp, n, limits):
-    """Of some columns of longer rows; stored, and added."""
+    """Sum some columns of longer rows, and store or add the result."""
     limits(LEAST_SUMS=1)
     values = torch.randn(3, n_inp, 24, dtype=dtype)[..., 4 : 4 + n].mT  # [b, k, i]
     out, expected = torch.full((3, n), torch.nan, dtype=dtype), values.double().sum(-1)  # [b, k] each

@@ -165,7 +165,7 @@ def test_two_texts_are_explained_by_the_same_class_and_scale(page, address):
     assert first["output"] in titles[0]
     for section in ("#result-a", "#result-b"):
         check_sums(page, section)
-    # The strongest colour is that of the strongest word of both.
+    # The strongest word of both texts has the strongest colour.
     assert page.locator("#results .text .p9, #results .text .n9").count() >= 1
     page.click("#compare")
     page.wait_for_selector("#result-b", state="hidden")

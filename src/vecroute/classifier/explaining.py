@@ -84,6 +84,6 @@ def which_outputs(
 
 
 def probabilities(scores: Tensor, temperature: float, multi_label: bool) -> Tensor:
-    """Of all scores [n_cls]."""
+    """Return the probabilities [n_cls] for all scores [n_cls]."""
     scores = scores.double() / temperature  # [n_cls]
     return scores.sigmoid() if multi_label else scores.softmax(-1)  # [n_cls]

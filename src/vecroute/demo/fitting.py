@@ -1,4 +1,4 @@
-"""What both demos do: fit a classifier, or load that of an earlier run, and compare it with baselines."""
+"""Both demos: fit a classifier, or load it from an earlier run, and compare it with baselines."""
 
 import json
 import shlex
@@ -72,7 +72,7 @@ def baselines(
 ) -> dict[str, float]:
     """Accuracy of logistic regression on means over tokens or patches, same encoder, same split.
 
-    Of several strengths C that is used which is best on a tenth of the training samples.
+    The strength C is the one that is best on a tenth of the training samples.
     """
     encoder = classifier.encoder_
     cache, n_special = classifier._open_cache(encoder), getattr(encoder, "n_special", 0)  # [CLS] is no patch

@@ -84,7 +84,8 @@ Learned from {results["n_train"]} sentences of film reviews with a frozen MiniLM
 |---|---|
 {rows}
 
-What the words of a few held-out sentences added to the score of the predicted class less that of the other:
+The contributions of words to the score of the predicted class minus the score of the other class, for a few
+held-out sentences:
 
 {chr(10).join(examples)}
 

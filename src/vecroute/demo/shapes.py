@@ -139,7 +139,7 @@ def read(folder: Path) -> Samples:
 def pointing(classifier: RoutingClassifier, test: Samples) -> dict[str, Any]:
     """How much of what speaks for the predicted shape lies on the shape, and how much of the image it covers.
 
-    Of patches that speak for it, on the first images of the test, as many of each shape.
+    Only patches with positive contributions count, on the first test images, equally many of each shape.
     """
     order = sorted(range(len(test.items)), key=lambda k: Path(test.items[k].name).name)[:N_POINTED]
     on_shape, covered = [], []
@@ -157,6 +157,6 @@ def pointing(classifier: RoutingClassifier, test: Samples) -> dict[str, Any]:
 
 def told(pointing: dict[str, Any]) -> str:
     return (
-        f"\nOf what patches add for the predicted shape, {pointing['on_shape']:.0%} is on those that it "
-        f"touches, {pointing['covered']:.0%} of all (mean of {pointing['n']} held-out images)."
+        f"\n{pointing['on_shape']:.0%} of the contributions to the predicted shape are on patches that it "
+        f"touches, {pointing['covered']:.0%} of all patches (mean of {pointing['n']} held-out images)."
     )

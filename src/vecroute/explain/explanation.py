@@ -152,9 +152,9 @@ class Explanation:
         return self._of_outputs(np.eye(len(self.output_names))[chosen], names, self.probabilities[chosen])
 
     def margin(self, name: Any = None, other: Any = None) -> Self:
-        """The explanation of the score of one class less that of another: what decides between the two.
+        """Return the explanation of the score of one class minus the score of another: the margin between them.
 
-        Its probability is that of the one class if it is one of these two: sigmoid(margin / T).
+        Its probability is sigmoid(margin / T), the probability of the first class against the other.
 
         Args:
             name: a class, None for the one with the highest score.

@@ -313,7 +313,7 @@ def explain_patches(
     Args:
         encoder, head: a frozen encoder, and a head on its hidden states.
         outputs: the classes to explain of each image, by number, as many for each.
-        by_depth: whether to say by way of the hidden states of which depth.
+        by_depth: True to split values by the depth of the hidden states they go through.
     """
     found: list[Any] = [None] * len(pictures)
     for which, reading in image_readings(encoder, pictures):

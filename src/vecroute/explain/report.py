@@ -71,7 +71,7 @@ def report(
     explained = [why[k] for k in found.explained]
     some = [texts[found.explained[k]] for k in spread(len(explained), N_DEPTHS)]
     fewest = max(FEWEST_USES, len(explained) // TEXTS_PER_USE)
-    # Of two labels, what raises one lowers the other.
+    # With two labels, a word that raises one lowers the other.
     words = [word_lists(explained, name, fewest) for name in (names[1:] if len(names) == 2 else names)]
     filled = {
         "title": title,

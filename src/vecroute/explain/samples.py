@@ -62,7 +62,7 @@ def split_samples(
         if times.any():
             one = one._replace(values=summed / times.to(summed)[:, None, None])  # [n, 1, k]
             explained.append((one, one.scores - one.base - one.values.sum((0, 1))))
-        else:  # one word, of which there is no half
+        else:  # a single word has no halves
             explained.append((one, torch.zeros_like(one.scores)))
     return explained
 

@@ -63,7 +63,7 @@ def explain_words(
     Args:
         encoder, head: a frozen encoder, and a head on its hidden states.
         outputs: the classes to explain of each text, by number, as many for each.
-        by_depth: whether to say by way of the hidden states of which depth.
+        by_depth: True to split values by the depth of the hidden states they go through.
         samples: over how many sub-texts to take means, see ``split_samples``; 0 for the text alone.
     """
     tokenized = encoder.tokenize(texts)

@@ -16,7 +16,7 @@ from vecroute.explain.told import Question, asked, chance, meaning
 from vecroute.io.images import Picture
 
 N_LINES = 20  # parts with a line of their own in the account of a score
-N_KEPT = 16  # explanations kept, for whoever looks at a text by another unit or depth
+N_KEPT = 16  # explanations stored, for requests that change only the unit or the depth
 N_EXAMPLES = 3
 EXAMPLES = (  # to click where the model has none of its own
     "The weather was better than we had hoped, and the train was on time.",

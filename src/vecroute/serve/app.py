@@ -40,7 +40,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-# All that can be read through the server, by its address; the page of texts or that of images at "/".
+# All files that the server sends, by address. The page at "/" is for texts or for images.
 PAGES = {
     "/docs": ("docs.html", "text/html; charset=utf-8"),
     "/ask.js": ("ask.js", "text/javascript; charset=utf-8"),
@@ -89,7 +89,7 @@ class Limits:
 
     @property
     def max_bytes(self) -> int:
-        """Of a request with texts: two with the longest escapes of JSON, and the rest of it."""
+        """The limit of a request body: two texts in the longest JSON escapes, and the other fields."""
         return 2 * 12 * self.max_characters + 10_000
 
 

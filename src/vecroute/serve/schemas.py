@@ -134,7 +134,7 @@ class Decided(Prediction):
     told: Told
     output: str
     against: str | None
-    score: float = Field(description="Of the output, less that of the class that it is explained against.")
+    score: float = Field(description="Score of the output, minus the score of the class in `against`.")
     base: float
     depth: int | None
 

@@ -270,7 +270,7 @@ def test_x_inp_is_rounded_once_if_it_is_small(missing, limits):
 
 
 def test_copies_are_kept_for_the_backward(monkeypatch, saved):
-    """Of x_inp and of weights, each rounded once; not of a masked x_inp, and not without a graph."""
+    """x_inp and weights are rounded once and stored, except a masked x_inp, or without a graph."""
 
     def copies() -> dict[str, tuple[int, ...]]:
         """Shapes of the copies that the last forward pass saved."""
@@ -308,7 +308,7 @@ def test_copies_are_kept_for_the_backward(monkeypatch, saved):
 
 @pytest.mark.parametrize("steps", ["rounded", "exact"])
 def test_opcheck(steps, monkeypatch, nan_filled_memory):
-    """What is kept has the size that compilers are promised; memory that nobody wrote to is all alike."""
+    """Saved memory has the size that compilers expect, and unwritten memory is always the same."""
     if steps == "rounded":
         monkeypatch.setattr(Plan, "step_dtype", torch.bfloat16)
     layer = make(9, 8, 2, d_inp=4, d_out=2)

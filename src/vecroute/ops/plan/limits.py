@@ -44,7 +44,8 @@ GPU_ROWS = 1024  # of a chunk on a GPU, at least
 MANY_OUTPUTS = 512  # from which a chunk on a GPU has twice the memory (H200)
 CHUNK_BYTES = 2**26  # of a chunk on a GPU, at least, if n_inp is None (H200)
 CHUNK_PAIRS = 2**24  # of a chunk on a GPU, at least, if n_inp is given (H200)
-# Chunks on a GPU may take one part in so many of x_inp, so that a call needs 2 % more memory (forward).
+# A chunk on a GPU may take the size of x_inp divided by this number, so that a call needs 2 % more memory
+# (forward).
 SHARE_FORWARD = {"fixed": 22, "variable": 64}
 SHARE_BACKWARD = {"fixed": 22, "variable": 30}
 SHARE_WAITING, SHARE_HALVES = 11, 5  # in a backward pass whose pairs wait: its buffers hold less besides

@@ -80,8 +80,8 @@ def has_clusters(case: Case) -> bool:
 def has_halves(case: Case) -> bool:
     """Whether the gradient of x_inp comes from pairs in float16.
 
-    Pairs wait for it in the rows of grad_W_A. They must fit the first block of its columns, which is written
-    last, and those of every iteration start at a multiple of 16 bytes.
+    Until then the pairs are stored in the rows of grad_W_A. They must fit its first block of columns, which
+    is written last. The pairs of every iteration start at a multiple of 16 bytes.
     """
     if not is_long(case, limits.HALVES_ROWS) or case.n_iters < 2:
         return False

@@ -170,7 +170,7 @@ class Plan:
 
     @cached_property
     def kept(self) -> Array:
-        """What is kept of every pair, [b, i, k]; b is 0 if it costs no product or does not fit the budget.
+        """The values stored for every pair, [b, i, k]. b is 0 if they cost no product or exceed the budget.
 
         If n_inp is None: c_sum and c_ign, which ``fused`` keeps as a product gives them, before a_inp. If it
         is given, on a CPU or with many outputs: the dot products of every iteration but the first. Else a

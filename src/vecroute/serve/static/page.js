@@ -96,7 +96,7 @@ function readAddress() {
 async function copyLink() {
   try {
     await navigator.clipboard.writeText(location.href);
-    say("The link is copied. Whoever opens it on this server sees the same text.");
+    say("The link is copied. It opens the same text on this server.");
   } catch {
     say("The link is in the address bar of the browser.");
   }

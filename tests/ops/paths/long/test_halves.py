@@ -33,7 +33,7 @@ def make(n_iters: int, n_inp: int, n_out: int, d_inp: int, rows: int = 0) -> vr.
 
 
 def row_error(got: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Of each row, relative to its length."""
+    """Return the error of each row, relative to its length."""
     return (got.double() - truth).norm(dim=-1) / truth.norm(dim=-1).clamp(min=1e-300)
 
 

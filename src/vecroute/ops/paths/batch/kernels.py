@@ -774,7 +774,7 @@ def segments_kernel(
     steps, half,  # of a binary search: 2 half is the least power of two that is not less than n_batch
     TILE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Of packed samples: sqrt(n_inp), and the tables of tiles and of parts."""
+    """Write sqrt(n_inp) and the tables of tiles and parts for packed samples."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     fill_table(tiles, n_tiles, cu_seqlens, o, n_rows, n_batch, steps, half, TILE, TILE, 3)
     fill_table(parts, n_parts, cu_seqlens, o, n_rows, n_batch, steps, half, PART, TILE, 4)

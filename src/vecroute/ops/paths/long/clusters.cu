@@ -226,7 +226,7 @@ struct Block {
                                   times(phi->w, both));
         written();
     }
-    // Wait until all of phi is there, that of this block included, and visible to the tensor cores.
+    // Wait until phi of all blocks, including this one, is written and visible to the tensor cores.
     INLINE void settle_phi(int k) {
         if (!FIRST) written();
         __syncthreads();
