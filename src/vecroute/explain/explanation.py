@@ -152,7 +152,7 @@ class Explanation:
         return self._of_outputs(np.eye(len(self.output_names))[chosen], names, self.probabilities[chosen])
 
     def margin(self, name: Any = None, other: Any = None) -> Self:
-        """Return the explanation of the score of one class minus the score of another: the margin between them.
+        """Return the explanation of the margin: the score of one class minus the score of another.
 
         Its probability is sigmoid(margin / T), the probability of the first class against the other.
 
