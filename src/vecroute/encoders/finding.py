@@ -97,13 +97,15 @@ def check_folder(name: str, folder: Path) -> None:
     mistake = f"encoder {name!r} could not be loaded: "
     if not (folder / "config.json").is_file():
         raise ValueError(f"{mistake}{folder} has no config.json")
-    about = {file.name: read_json(file, mistake) for file in folder.glob("*config.json")}["config.json"]
+    files = [file for file in folder.iterdir() if file.is_file()]
+    about = {file.name: read_json(file, mistake) for file in files if file.name.endswith("config.json")}
+    config = about["config.json"]
     # Where transformers has a class of its own for the model, it does not need the code of the folder.
-    if "auto_map" in about and about.get("model_type") not in transformers.CONFIG_MAPPING:
+    if "auto_map" in config and str(config.get("model_type")) not in transformers.CONFIG_MAPPING:
         raise ValueError(f"{mistake}it brings code of its own (auto_map in config.json), which never runs")
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"{mistake}{folder} is an adapter, merge it into its model first")
-    weights = [file.name for file in folder.glob("*.safetensors")]
+    weights = [file.name for file in files if file.suffix == ".safetensors"]
     if (folder / INDEX).exists():
         listed = read_json(folder / INDEX, mistake).get("weight_map")
         listed = set(map(str, listed.values())) if isinstance(listed, dict) else {"weight_map"}

@@ -107,7 +107,8 @@ def part_of(file: str) -> str | None:
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """The sha256 of each file in the folder of an encoder that may change hidden states."""
-    return {file.name: file_sha256(file) for file in sorted(folder.iterdir()) if part_of(file.name)}
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and part_of(file.name)]
+    return {file.name: file_sha256(file) for file in files}
 
 
 def relevant(configuration: Mapping[str, Any]) -> dict[str, Any]:
