@@ -1,4 +1,4 @@
-"""Classifiers as folders: what is replaced, what is refused, where the encoder is, and which encoder it is."""
+"""Classifiers as folders: what is replaced, what is refused, and which encoder belongs to them."""
 
 import errno
 import json
@@ -164,14 +164,14 @@ KEYS = (
     "history",
     "about",
 )
-ENCODER_KEYS = ("name", "revision", "weights", "preparation", "configuration", "files", "depths", "d_emb")
+OF_ENCODER = ("name", "revision", "weights", "preparation", "configuration", "files", "depths", "d_emb")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         *((lambda config, key=key: config.pop(key), f"'{key}' is missing") for key in KEYS),
-        *((lambda config, key=key: config["encoder"].pop(key), f"'{key}' is missing") for key in ENCODER_KEYS),
+        *((lambda config, key=key: config["encoder"].pop(key), f"'{key}' is missing") for key in OF_ENCODER),
         (lambda config: config["params"].pop("multi_label"), "params: 'multi_label' is missing"),
         (lambda config: config["params"].update(evil=1), "params: 'evil' is no option"),
         (lambda config: config["params"].update(device="cuda"), "params: 'device' is no option"),

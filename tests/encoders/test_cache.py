@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_models import save_tiny
 from vecroute.encoders import TextEncoder, cache
@@ -214,6 +216,79 @@ def test_progress_counts_what_is_there(encoder, tmp_path, monkeypatch):
     done = []
     Features(encoder, [*TEXTS[:7], TEXTS[0]], opened(encoder, tmp_path)).prepare(step=done.append)
     assert done == [6, 7]
+
+
+def rounded(features):
+    """The hidden states of each text, as training gets them, a few at a time."""
+    found = {}
+    for start in range(0, len(features), 3):
+        which = list(range(start, min(start + 3, len(features))))
+        hidden, mask = features.batch(which)
+        found |= {k: hidden[row][mask[row]].half() for row, k in enumerate(which)}
+    return found
+
+
+def test_hidden_states_are_the_same_bits_with_any_cache(encoder, tmp_path):
+    """None, full, filled in another order, partly there, partly damaged: and one dtype for all."""
+    without = Features(encoder, TEXTS)
+    assert without.batch(range(20))[0].dtype == torch.float16
+    expected = rounded(without)
+    filled(encoder, tmp_path / "other", [*TEXTS[::-1], *(f"{text} and one more" for text in TEXTS)])
+    filled(encoder, tmp_path / "part", TEXTS[3:9])
+    filled(encoder, tmp_path / "damaged", TEXTS[:10])
+    flip_a_bit(segments(tmp_path / "damaged")[0])
+    filled(encoder, tmp_path / "damaged", TEXTS[10:])
+    caches = [filled(encoder, tmp_path / "full")]
+    caches += [
+        Features(encoder, TEXTS, opened(encoder, tmp_path / name)) for name in ("other", "part", "damaged")
+    ]
+    for features in caches:
+        assert features.batch([4, 12])[0].dtype == torch.float16
+        found = rounded(features)
+        assert all(torch.equal(found[k], expected[k]) for k in expected)
+
+
+@pytest.mark.parametrize("change", ["encoder", "swapped", "shape", "dtype", "header", "no header"])
+def test_entries_that_do_not_fit_are_made_anew(encoder, tmp_path, change):
+    """A segment that is whole, but not what this encoder gives for these texts."""
+    filled(encoder, tmp_path)
+    (path,) = segments(tmp_path)
+    tensors, head = load_file(path), safe_open(path, "pt").metadata()
+    one, other = sorted(tensors)[:2]
+    if change == "encoder":
+        head = cache.header("0" * 64, {key: cache.Entry.of(hidden) for key, hidden in tensors.items()})
+    elif change == "swapped":
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+    elif change == "shape":
+        tensors[one] = tensors[one][:1].clone()
+    elif change == "dtype":
+        tensors[one] = tensors[one].float()
+    elif change == "header":
+        head["entries"] = head["entries"].replace(one, other)
+    else:
+        head = {}
+    save_file(tensors, path, head)
+    features = Features(encoder, TEXTS, opened(encoder, tmp_path))
+    assert features.lengths == Features(encoder, TEXTS).lengths
+    assert_right(features)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
+def test_a_damaged_segment_in_a_folder_that_is_read_only(encoder, tmp_path, damage, monkeypatch):
+    filled(encoder, tmp_path)
+    damage(segments(tmp_path)[0])
+
+    def refused(*_, **__):
+        raise PermissionError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    monkeypatch.setattr(os, "utime", refused)
+    monkeypatch.setattr(cache, "save_file", refused)
+    features = Features(encoder, TEXTS, opened(encoder, tmp_path))
+    features.prepare()
+    assert_right(features)
+    assert len(segments(tmp_path)) == 1
 
 
 FILL = """
