@@ -383,6 +383,27 @@ def test_a_checkpoint_belongs_to_its_texts(quick, tmp_path, monkeypatch):
     assert not (tmp_path / "checkpoint").exists()
 
 
+def test_no_state_of_the_cache_changes_the_weights(tiny, tmp_path):
+    """Empty, full, missing, filled by another fit, or partly damaged: the seed alone decides."""
+
+    def weights(cache):
+        classifier = vr.RoutingClassifier(tiny, max_epochs=1, batch_size=16, cache=cache).fit(TEXTS, LABELS)
+        return torch.cat([p.detach().flatten() for p in classifier.head_.parameters()])
+
+    empty = weights(tmp_path / "cache")
+    full = weights(tmp_path / "cache")
+    (segment,) = (tmp_path / "cache").glob("*/*.safetensors")
+    data = bytearray(segment.read_bytes())
+    data[-3000] ^= 4
+    segment.write_bytes(data)
+    damaged = weights(tmp_path / "cache")
+    vr.RoutingClassifier(tiny, max_epochs=1, cache=tmp_path / "other").fit(
+        [f"{text} !" for text in TEXTS] + TEXTS[::3], LABELS + LABELS[::3]
+    )
+    for other in (full, damaged, weights(False), weights(tmp_path / "other")):
+        assert torch.equal(other, empty)
+
+
 def test_it_comes_back_from_a_folder(fitted, saved):
     assert sorted(path.name for path in saved.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     again = vr.RoutingClassifier.from_pretrained(saved)
