@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BROWSER := $(VENV)/.browser
 DOCS := $(VENV)/.docs
+FUZZ := $(VENV)/.fuzz
+RELEASE := $(VENV)/.release
 
-.PHONY: test demo test-all test-gpu check format bench docs build clean
+.PHONY: test demo test-all test-gpu check format bench docs build fuzz soak lock release-check clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -50,6 +52,22 @@ docs: $(DOCS)
 build: $(INSTALLED)
 	$(BIN)/python -m build --no-isolation
 
+# Random and damaged input for every reader, so many seconds for each; what was worth keeping is in tests/fuzz/seeds.
+SECONDS := 20
+fuzz: $(INSTALLED) $(FUZZ)
+	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)
+
+# 64 clients against a server of this machine, 2 % of their requests hostile.
+soak: $(INSTALLED)
+	$(BIN)/python benchmarks/soak.py --minutes 10
+
+lock: $(INSTALLED) $(RELEASE)
+	$(BIN)/python scripts/lock.py
+
+# What must hold before a release: lock file, wheel, README in an empty environment, licences, bill of materials.
+release-check: $(INSTALLED) $(BROWSER) $(DOCS) $(FUZZ) $(RELEASE)
+	$(BIN)/python scripts/release_check.py
+
 # The stamp is written last, so an interrupted installation starts again.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("vecroute needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else 0'
@@ -65,6 +83,14 @@ $(BROWSER): $(INSTALLED)
 
 $(DOCS): $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
+$(FUZZ): $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[fuzz]"
+	touch $@
+
+$(RELEASE): $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[release]"
 	touch $@
 
 clean:

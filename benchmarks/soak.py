@@ -1,0 +1,174 @@
+"""64 clients against a server of this machine, 2 % of their requests hostile: right answers, memory, times.
+
+    python benchmarks/soak.py --minutes 10
+    python benchmarks/soak.py --minutes 1 --clients 8 --model model/
+
+Each client sends a text whose probabilities are known and compares them. One request in 50 is hostile:
+no JSON, too deep, too long, a slow body, a lost connection, nonsense on the socket. It ends with exit code 1
+where an answer was wrong, the server came down, memory grew by more than 5 %, or the 99th percentile of the
+times was above ``--seconds``, the limit of the server.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+from serve import exchange, fitted, resident_mb, server
+
+HOSTILE = 0.02
+GROWTH = 0.05
+WARM_SECONDS = 30.0  # what grows once has grown by then: threads, their memory, explanations that are kept
+
+
+async def ask(port: int, path: str, body: bytes) -> tuple[int, bytes]:
+    """One request on a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        status, _, answer = await exchange(reader, writer, path, body)
+    finally:
+        writer.close()
+    return status, answer
+
+
+async def send(port: int, data: bytes, wait: float = 0.0) -> None:
+    """Bytes on a socket that is left without reading."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    await writer.drain()
+    await asyncio.sleep(wait)
+    writer.close()
+
+
+def refused(path: str, body: bytes, *expected: int) -> Callable[[int], Awaitable[str | None]]:
+    """A request that must be refused with one of some codes."""
+
+    async def attack(port: int) -> str | None:
+        status, answer = await ask(port, path, body)
+        return None if status in expected else f"{status} {answer[:100]!r} to {body[:40]!r}"
+
+    return attack
+
+
+def dropped(data: bytes, wait: float = 0.0) -> Callable[[int], Awaitable[str | None]]:
+    async def attack(port: int) -> str | None:
+        await send(port, data, wait)
+        return None
+
+    return attack
+
+
+HEAD = (
+    b"POST /explain HTTP/1.1\r\nHost: localhost\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
+LONG = json.dumps({"text": "a gorgeous, witty film . " * 3900}).encode()
+ATTACKS = [
+    refused("/predict", b"{", 422),
+    refused("/predict", b"[" * 200_000, 400),
+    refused("/explain", b'{"text": "a \\ud83d"}', 422),
+    refused("/explain", json.dumps({"text": "a" * 100_001}).encode(), 413),
+    refused("/page", json.dumps({"texts": ["a"] * 9}).encode(), 422),
+    refused("/explain", b'{"text": "a", "depth": 99}', 422),
+    dropped(HEAD % len(LONG) + LONG, 0.5),  # much work, and nobody waits for it
+    dropped(HEAD % 10_000 + b'{"text": "a', 2.0),
+    dropped(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
+    dropped(b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000, 0.2),
+]
+
+
+class Soak:
+    """What the clients found."""
+
+    def __init__(self, port: int, known: dict[str, list[float]], seed: int):
+        self.port, self.known, self.random = port, known, random.Random(seed)
+        self.seconds: list[float] = []
+        self.wrong: list[str] = []
+        self.counts: Counter[str] = Counter()
+
+    async def client(self, end: float) -> None:
+        texts = list(self.known)
+        while time.monotonic() < end:
+            start = time.monotonic()
+            try:
+                if self.random.random() < HOSTILE:
+                    self.counts["hostile"] += 1
+                    problem = await self.random.choice(ATTACKS)(self.port)
+                    self.wrong += [problem] if problem else []
+                    continue
+                text = self.random.choice(texts)
+                status, answer = await ask(self.port, "/predict", json.dumps({"text": text}).encode())
+            except (OSError, asyncio.IncompleteReadError) as error:
+                self.wrong.append(repr(error))
+                continue
+            self.seconds.append(time.monotonic() - start)
+            self.counts[str(status)] += 1
+            found = list(json.loads(answer)["probabilities"].values()) if status == 200 else None
+            if found is None or not np.allclose(found, self.known[text], atol=1e-4):
+                self.wrong.append(f"{status} {answer[:200]!r} to {text!r}")
+
+    async def run(self, clients: int, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        await asyncio.gather(*(self.client(end) for _ in range(clients)))
+
+
+def known_answers(model: Path, n: int) -> dict[str, list[float]]:
+    """The probabilities of some texts, from the classifier itself."""
+    from vecroute.classifier import RoutingClassifier
+    from vecroute.demo import sentence_polarity
+
+    texts = [" ".join(text.split()[:6]) for text in sentence_polarity()["text"].sample(n, random_state=1)]
+    texts = list(dict.fromkeys(texts))
+    found = RoutingClassifier.from_pretrained(model, device="cpu").predict_proba(texts).tolist()
+    return dict(zip(texts, found, strict=True))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit of the server for an answer")
+    parser.add_argument("--model", type=Path, help="folder of a classifier of texts; else one is fitted")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or fitted(Path(folder))
+        known = known_answers(model, 300)
+        with server(model, "--device", "cpu", "--seconds", str(options.seconds)) as (port, pid):
+            warm = min(WARM_SECONDS, 30 * options.minutes)
+            asyncio.run(Soak(port, known, 0).run(options.clients, warm))
+            before = resident_mb(pid)
+            soak, start = Soak(port, known, 1), time.monotonic()
+            asyncio.run(soak.run(options.clients, 60 * options.minutes))
+            took, after = time.monotonic() - start, resident_mb(pid)
+    p50, p99 = np.percentile(soak.seconds, [50, 99])
+    growth = after / before - 1
+    report = {
+        "clients": options.clients,
+        "seconds": round(took, 1),
+        "answered": dict(sorted(soak.counts.items())),
+        "wrong": len(soak.wrong),
+        "p50_seconds": round(float(p50), 3),
+        "p99_seconds": round(float(p99), 3),
+        "before_mb": round(before, 1),
+        "after_mb": round(after, 1),
+        "growth": round(growth, 4),
+    }
+    print(json.dumps(report, indent=1))
+    for problem in soak.wrong[:10]:
+        print(problem)
+    return 1 if soak.wrong or growth > GROWTH or p99 > options.seconds else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main())
