@@ -12,7 +12,13 @@ release_check = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(release_check)
 
 SUM = "--hash=sha256:" + "0" * 64
-LOCK = f"# Made by hand.\nAlpha_one==1.0 \\\n    {SUM}\nbeta==2 ; python_version < '3' \\\n    {SUM} \\\n    {SUM}\n"
+LOCK = f"""# Made by hand.
+Alpha_one==1.0 \\
+    {SUM}
+beta==2 ; python_version < '3' \\
+    {SUM} \\
+    {SUM}
+"""
 
 
 def test_a_lock_file_is_read():
