@@ -7,8 +7,8 @@ import pytest
 from tests.helpers.paths import ROOT
 
 MODULES_AT_ROOT = 4
-# Folders without tests: shared helpers, and outputs of the public implementation.
-SHARED = {"helpers", "golden"}
+# Folders of no package: shared helpers, outputs of the public implementation, and what is fuzzed.
+SHARED = {"helpers", "golden", "fuzz"}
 # Folders of the repository, other than the package, that have tests.
 BESIDE = {"benchmarks", "docs", "examples", "scripts"}
 

@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.monotonic()
     for name in options.targets or TARGETS:
         for tool, fuzz in tools.items():
-            with contextlib.redirect_stderr(None):
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
                 tried, data = fuzz(name, options.seconds / len(tools))
             total += tried
             broken += data is not None

@@ -378,7 +378,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
 
     @property
     def _show(self) -> bool:
-        return sys.stderr.isatty() if self.verbose is None else self.verbose
+        at_terminal = sys.stderr is not None and sys.stderr.isatty()
+        return at_terminal if self.verbose is None else self.verbose
 
     def _features(self, texts: list[Any], accelerator: Accelerator) -> Features:
         """Return the hidden states of texts. Each process computes a share of those not in the cache."""
