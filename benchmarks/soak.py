@@ -120,6 +120,12 @@ class Soak:
         await asyncio.gather(*(self.client(end) for _ in range(clients)))
 
 
+async def warm_up(port: int) -> None:
+    """Every attack a few times, one after another."""
+    for attack in ATTACKS * 3:
+        await attack(port)
+
+
 def known_answers(model: Path, n: int) -> dict[str, list[float]]:
     """The probabilities of some texts, from the classifier itself."""
     from vecroute.classifier import RoutingClassifier
@@ -145,6 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         known = known_answers(model, 300)
         with server(model, "--device", "cpu", "--seconds", str(options.seconds)) as (port, pid):
             warm = min(WARM_SECONDS, 30 * options.minutes)
+            asyncio.run(warm_up(port))
             asyncio.run(Soak(port, known, 0).run(options.clients, warm))
             before = resident_mb(pid)
             soak, start = Soak(port, known, 1), time.monotonic()
