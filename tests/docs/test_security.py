@@ -1,6 +1,7 @@
 """The page of attacks: each row has a door of its own and a test that is there."""
 
 import ast
+import functools
 import re
 
 from tests.helpers.paths import ROOT
@@ -13,6 +14,7 @@ ROWS = [
 ]
 
 
+@functools.cache
 def names_in(file: str) -> set[str]:
     """The names of the tests in a file."""
     return {
