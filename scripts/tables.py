@@ -68,6 +68,18 @@ def eager() -> str:
     return table("sizes | length | iterations | authors' code | vecroute | faster", lines)
 
 
+def eager_kinds() -> str:
+    """The same samples as a full batch, as a padded batch with a mask, and packed."""
+    lines = []
+    for masked in rows("eager", implementation="fused", kind="masked"):
+        same = {name: masked[name] for name in ("case", "n_out", "d_inp", "n_iters", "implementation")}
+        packed = row("eager", kind="packed", **same)
+        plain = rows("eager", kind="plain", **same)
+        cells = [f"{float(r['whole_ms']):.2f} ms" for r in (*plain[-1:], masked, packed)]
+        lines.append((size(masked), *([] if plain else ["-"]), *cells))
+    return table("sizes | all inputs | padded, with a mask | packed", lines)
+
+
 def million() -> str:
     """A million vectors, beside the authors' code in the same run."""
     lines = []
@@ -324,6 +336,7 @@ TABLES = {
     "attention": attention,
     "cpu": on_a_cpu,
     "eager": eager,
+    "eager-kinds": eager_kinds,
     "faithfulness-imdb": lambda: faithfulness("imdb"),
     "faithfulness-short": faithfulness_short,
     "faithfulness-sst2": lambda: faithfulness("sst2"),
