@@ -24,7 +24,7 @@ CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((), 40, 24, 2, 0),
     ((), 37, 20, 3, 0),  # of a size that is no power of two
     ((), 40, 24, 2, 13),
-    ((3,), 21, 600, 2, 0),  # outputs in more than one block
+    ((), 7, 600, 2, 0),  # outputs in more than one block
     ((2,), 100, 24, 1, 40),
     ((2,), 30, 24, 3, 16),  # samples one after another
     ((2,), 30, 20, 2, 16),  # and rows that are filled up with zeros
