@@ -108,7 +108,7 @@ def judged(reader: Reader, text: str, rows: list[dict[str, Any]]) -> None:
 
 
 def make_summary(results: Path) -> None:
-    """words.csv and words.png: the mean of each measure, and its difference from that of ``OURS``."""
+    """Write words.csv and words.png: the mean of each measure, and its difference from ``OURS``."""
     rows = pandas.read_csv(results / "words_texts.csv")
     summary = []
     for (task, device), own in rows.groupby(["task", "device"], sort=False):

@@ -61,7 +61,7 @@ def flip(place):
 
 
 def resealed(change):
-    """Whoever changes a checkpoint may also make its checksum right again."""
+    """An attacker who changes a checkpoint may also correct its checksum."""
 
     def damage(path):
         tensors = load_file(path)
