@@ -119,7 +119,7 @@ def model() -> Path:
 
 
 def model_config(data: bytes) -> None:
-    """A model folder with another configuration, sealed anew, as whoever forges it would."""
+    """Write a model folder with a forged configuration and a new, valid seal."""
     config = parsed(data)
     if isinstance(config, dict):
         weights = load((model() / "model.safetensors").read_bytes())
