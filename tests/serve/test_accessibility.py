@@ -1,4 +1,4 @@
-"""Every page in a browser, light and dark, wide and narrow: no barrier that axe-core knows, nothing cut off."""
+"""Every page in a browser, light and dark, wide and narrow: no barrier that axe-core knows, none cut off."""
 
 import pytest
 
