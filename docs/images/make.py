@@ -74,10 +74,10 @@ def make_texts(playwright: Any, demo: Path) -> None:
         model = demo / "model"
         classifier = RoutingClassifier.from_pretrained(model)
         why, on_data = Path(folder) / "why.html", Path(folder) / "report.html"
-        classifier.explain(TEXT).to_html(why)
+        classifier.explain(TEXT).to_html(why, states=classifier.explain(TEXT, of="states"))
         write_report(classifier, on_data)
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        page = browser.new_page(viewport={"width": 960, "height": 700})
+        page = browser.new_page(viewport={"width": 1100, "height": 700})
         page.goto(why.as_uri())
         photograph(page, "explanation")
         page.goto(on_data.as_uri())

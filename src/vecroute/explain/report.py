@@ -205,16 +205,17 @@ def word_lists(explained: Sequence["Explanation"], name: str, fewest: int) -> di
     lists = {
         "raise": [word for word in sorted(often, key=lambda w: -w.mean)[:N_WORDS] if word.mean > 0],
         "lower": [word for word in sorted(often, key=lambda w: w.mean)[:N_WORDS] if word.mean < 0],
-        "total": sorted(often, key=lambda w: -abs(w.total))[:N_WORDS],
+        "total": sorted(often, key=lambda w: -weight(w))[:N_WORDS],
     }
     longest = max((abs(w.mean) for w in often), default=0) or 1
-    largest = max((abs(w.total) for w in often), default=0) or 1
-    rows = {
-        key: [word_row(w, w.total / largest if key == "total" else w.mean / longest) for w in found]
-        for key, found in lists.items()
-    }
+    rows = {key: [word_row(w, w.mean / longest) for w in found] for key, found in lists.items()}
     reverse = [caption(other, 100) for other in explained[0].output_names if other != name]
     return {"name": caption(name, 100), "reverse": reverse[0] if len(reverse) == 1 else "", **rows}
+
+
+def weight(word: Word) -> float:
+    """How strong a word is and how often it is used: |mean| sqrt(uses), so that "the" does not lead."""
+    return abs(word.mean) * word.uses**0.5
 
 
 def word_row(word: Word, share: float) -> dict[str, Any]:
@@ -223,7 +224,6 @@ def word_row(word: Word, share: float) -> dict[str, Any]:
         "label": caption(word.word, 24),
         "uses": word.uses,
         "mean": f"{word.mean:+.3f}",
-        "total": f"{word.total:+.2f}",
         "width": round(100 * abs(share), 1),
         "negative": share < 0,
     }
