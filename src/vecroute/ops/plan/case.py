@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.cuda import _utils
 
 
 class Tuning(NamedTuple):
@@ -72,17 +73,20 @@ def device_of(device: torch.device) -> Device:
 
 def has_compiler() -> bool:
     """Whether PyTorch finds NVRTC, the compiler of CUDA C++. Without it there is one warning."""
+    if not hasattr(torch.cuda, "_compile_kernel"):
+        return False
+    names = "_get_gpu_rtc_library", "_get_nvrtc_library"  # the second in older releases
+    find = next((getattr(_utils, name) for name in names if hasattr(_utils, name)), None)
     try:
-        from torch.cuda._utils import _get_gpu_rtc_library
-
-        _get_gpu_rtc_library()
-    except (ImportError, OSError) as error:
+        if find is not None:
+            find()
+    except OSError as error:
         warnings.warn(
             f"vecroute routes long sequences without its CUDA C++ kernels, which need NVRTC: {error}",
             stacklevel=2,
         )
         return False
-    return hasattr(torch.cuda, "_compile_kernel")
+    return True
 
 
 def has_aligned_rows(x: Tensor) -> bool:
