@@ -4,6 +4,8 @@
    column of the end-to-end credit.
 2. The paper's head, 1850 x 1024 -> 64 -> 64 -> 2: the time to compute the credit and the contributions of
    one class, as a multiple of the forward pass in the same run.
+3. Words through the frozen MiniLM, 32 sentences: the time of one margin, with its base, as a multiple of the
+   time of the predictions in the same run; and the additional peak memory for a chunk of 512 tokens.
 
 Rows are appended to credit.csv.
 """
@@ -17,6 +19,9 @@ import torch
 from common import MB, Peak
 
 import vecroute as vr
+from vecroute.encoders import TextEncoder
+from vecroute.explain.rows import chunk_step, rows_of
+from vecroute.explain.text import split_texts
 
 
 def head(d: int, n_hid: int, n_cls: int, device: str) -> vr.Sequential:
@@ -85,6 +90,40 @@ def cost(device: str, repeats: int) -> list[tuple[str, float, str]]:
     return rows
 
 
+def words(device: str, repeats: int) -> list[tuple[str, float, str]]:
+    encoder = TextEncoder("minilm", device=device, dtype=torch.float32)
+    network = vr.RoutingHead(d_emb=encoder.d_emb, depth=encoder.depth, n_cls=2).to(device).eval()
+    sentences = [" ".join(["a warm and witty film , though slow ."] * (1 + k % 4)) for k in range(32)]
+    texts = encoder.tokenize(sentences)
+    rows = [rows_of(text, chunk_step(encoder)) for text in texts]
+
+    def predict() -> None:
+        with torch.inference_mode():
+            for batch in encoder.batches(texts):
+                network(batch.hidden, batch.mask).cpu()
+
+    def explain(which: slice = slice(None), by_depth: bool = False) -> None:
+        outputs = [[0, 1]] * len(texts[which])
+        split_texts(encoder, network, texts[which], outputs, rows[which], by_depth=by_depth, margin=True)
+
+    times: dict[str, list[float]] = {"one margin": [], "one margin by depth": []}
+    for repeat in range(repeats + 1):
+        for name, found in times.items():
+            start = time.perf_counter()
+            predict()
+            middle = time.perf_counter()
+            explain(by_depth=name.endswith("depth"))
+            if repeat:
+                found.append((time.perf_counter() - middle) / (middle - start))
+    case = "words, MiniLM, 32 sentences"
+    found_rows = [(f"{case}: {name}", statistics.median(t), "x predictions") for name, t in times.items()]
+    texts = encoder.tokenize(["film " * 510])
+    rows = [rows_of(text, chunk_step(encoder)) for text in texts]
+    with Peak(device) as peak:
+        explain()
+    return [*found_rows, ("words, MiniLM, 512 tokens: peak", peak.mb, "MB")]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--n-inp", type=int, default=1_000_000)
@@ -93,6 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(0)
     n_inp, repeats = (10_000, 3) if options.short else (options.n_inp, options.repeats)
     rows = [*million(options.device, n_inp), *cost(options.device, repeats)]
+    rows += words(options.device, repeats)
     for what, value, unit in rows:
         print(f"{what:75} {value:10.3g} {unit}")
     about = common.about(options.device)

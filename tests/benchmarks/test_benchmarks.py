@@ -166,7 +166,8 @@ def test_classifier_rows(tmp_path):
 
 
 def test_credit_rows(monkeypatch, tmp_path):
-    monkeypatch.setattr(credit, "cost", lambda device, repeats: [("cost", 1.0, "x forward")])
+    for name in ("cost", "words"):
+        monkeypatch.setattr(credit, name, lambda device, repeats: [("cost", 1.0, "x forward")])
     credit.main(options(tmp_path))
     assert empty(read(tmp_path / "credit.csv")) <= {"triton"}
 
