@@ -106,8 +106,8 @@ def make_images(playwright: Any, demo: Path) -> None:
         page.goto(address)
         page.set_input_files("#file", next(iter(sorted((demo / "images/test/star").glob("*.png")))))
         page.wait_for_selector("#result-a h2")
-        tables = page.locator("#result-a .columns").bounding_box()
-        photograph(page, "image-page", round(tables["y"]))
+        tables = page.locator("#result-a .tables").bounding_box()
+        photograph(page, "image-page", round(tables["y"] + tables["height"]))
     browser.close()
 
 

@@ -58,7 +58,9 @@ def sheet(explanations: Sequence["ImageExplanation"], titles: Sequence[str], dpi
     Each comes with what its patches add to the highest score, all depths together, then at some depths alone;
     depths of a line share a scale.
     """
-    some = np.unique(np.linspace(0, len(explanations[0].depths) - 1, SHEET_DEPTHS).round().astype(int))
+    depth = len(explanations[0].depths)
+    apart = SHEET_DEPTHS if depth > 1 else 0  # one depth is all there is
+    some = np.unique(np.linspace(0, depth - 1, apart).round().astype(int))
     across, down = 2 + len(some), len(explanations)
     figure = require("matplotlib.figure", "plot").Figure((1.35 * across, 1.5 * down), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False)
@@ -67,7 +69,7 @@ def sheet(explanations: Sequence["ImageExplanation"], titles: Sequence[str], dpi
         line[0].set_title(title, parse_math=False, fontsize=7)
         line[0].set_axis_off()
         grids = [why.grid(), *(why.grid(level=level) for level in some)]  # [rows, columns] each
-        largest = max(float(abs(grid).max()) for grid in grids[1:]) or 1.0
+        largest = max((float(abs(grid).max()) for grid in grids[1:]), default=0.0) or 1.0
         names = ["all depths", *(why.depth_names[level] for level in some)]
         for k, (ax, grid, name) in enumerate(zip(line[1:], grids, names, strict=True)):
             draw_overlay(ax, why, grid, largest if k else float(abs(grid).max()) or 1.0)
