@@ -1,6 +1,7 @@
 """The demo on sentences: a small run, and the second run from the first."""
 
 import json
+import shlex
 
 from vecroute.demo import sentences
 from vecroute.training import Trainer
@@ -20,3 +21,12 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, tmp_path, monkeypa
         assert f"{accuracy:.1%}" in first.out
     monkeypatch.setattr(Trainer, "train_step", None)  # training again would fail
     assert run("demo", "--out", tmp_path / "demo").out == first.out
+    steps = [
+        shlex.split(line) for line in first.out.partition("Try next:")[2].splitlines() if line[:2] == "  "
+    ]
+    assert [step[1] for step in steps] == ["explain", "evaluate", "serve"]
+    for step in steps[:2]:  # as printed; serve goes on until it is stopped
+        done = run(*step[1:])
+        assert done.code == 0, done.err
+        assert "</html>" in (tmp_path / "demo" / step[-1]).read_text()
+    assert steps[2][2:] == [str(tmp_path / "demo/model")]
