@@ -1,11 +1,14 @@
 """Jobs wait in two lanes: short ones are answered together, long ones in pieces between the short ones."""
 
 import asyncio
+import ctypes
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -141,7 +144,10 @@ class Batcher:
     def _answers(self, batch: list[Waiting], long: bool) -> list[Any]:
         """The answers or errors of a batch, in the thread of its lane."""
         with self.turn, in_pieces(partial(self._between, batch, long)):
-            return answers_or_errors(self.work, [waiting.job for waiting in batch])
+            answers = answers_or_errors(self.work, [waiting.job for waiting in batch])
+        if long:
+            give_back_memory()
+        return answers
 
     def _between(self, batch: list[Waiting], long: bool) -> None:
         """Between two pieces of work: give way to short jobs, and stop if nobody waits any more."""
@@ -189,6 +195,13 @@ def answers_or_errors(work: Callable[[list[Any]], Sequence[Any]], jobs: list[Any
             return [error]
         logger.warning("a batch of %d failed, one by one now: %s", len(jobs), type(error).__name__)
         return [answer for job in jobs for answer in answers_or_errors(work, [job])]
+
+
+def give_back_memory() -> None:
+    """Return memory that a long job has freed to the system, where its C library can (glibc)."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def cut_into_pieces(model: nn.Module) -> None:
