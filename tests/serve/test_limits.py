@@ -386,7 +386,7 @@ def test_a_connection_that_was_used_times_out_too():
         connection.sendall(request())
         assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
         connection.sendall(b"GET /heal")
-        assert all_of(connection).startswith(b"HTTP/1.1 408")
+        assert b"HTTP/1.1 408" in all_of(connection)  # after the rest of the first answer
 
 
 def test_a_body_that_goes_on_after_its_answer_is_closed():
