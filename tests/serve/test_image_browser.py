@@ -76,7 +76,8 @@ def test_an_image_shows_the_prediction_and_its_patches(page, file, classifier):
     rect = page.locator("#result-a .overlay rect").nth(k)
     assert rect.get_attribute("class") == ("p9" if strongest["value"] > 0 else "n9")
     assert rect.locator("title").text_content().startswith(strongest["piece"])
-    maps = np.array(found["maps"])  # [depth, rows, columns]
+    states = answer(page, lambda: page.check("input[value=states]"))
+    maps = np.array(states["maps"])  # [depth, rows, columns]
     assert page.locator(".depths .dash").count() == (maps < -abs(maps).max() / 4).sum() > 0
     box = page.locator("#result-a canvas").first.bounding_box()
     assert box["height"] / box["width"] == pytest.approx(60 / 40, rel=0.02)
@@ -102,8 +103,9 @@ def test_switching_class_depth_and_unit(page, file):
     found = answer(page, lambda: page.select_option("#output", other))
     assert found["output"] == other
     check_sums(page)
-    found = answer(page, lambda: page.select_option("#against", label="nothing"))
-    assert page.text_content("#result-a h2").startswith(f"Score of {other}: ")
+    found = answer(page, lambda: page.select_option("#against", label="(its score alone)"))
+    assert page.text_content("#result-a h2").startswith(f"Why {other}? Score: ")
+    answer(page, lambda: page.check("input[value=states]"))
     found = answer(page, lambda: page.click(".depths button[data-depth='1']"))
     assert found["depth"] == 1
     assert page.input_value("#depth") == "1"
@@ -124,7 +126,7 @@ def test_two_classes_side_by_side_share_a_scale(page, file):
     page.wait_for_selector("#result-b h2")
     page.wait_for_selector("body:not(.busy)")
     titles = [page.text_content(f"{s} h2").rpartition(": ")[0] for s in ("#result-a", "#result-b")]
-    assert titles == [f"Score of {first['output']}", f"Score of {first['against']}"]
+    assert titles == [f"Why {first['output']}? Score", f"Why {first['against']}? Score"]
     for section in ("#result-a", "#result-b"):
         check_sums(page, section)
     assert page.locator("#results .overlay .p9, #results .overlay .n9").count() >= 1
