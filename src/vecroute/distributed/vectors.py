@@ -53,7 +53,7 @@ class ParquetVectors:
         for path in paths:
             with told(path), parquet.ParquetFile(path) as file:
                 self.stamps.append(stamp(path))
-                self.n_inp += file.metadata.num_rows
+                self.n_inp += rows_of(path, file.metadata)
                 lists = [field.name for field in file.schema_arrow if hasattr(field.type, "value_type")]
                 column = column or next(iter(lists), None)
                 if column not in lists:
@@ -81,6 +81,18 @@ class ParquetVectors:
                     flat = numbers.to_numpy(zero_copy_only=False)
                     chunk = torch.from_numpy(flat.reshape(len(lists), -1).copy())  # [rows, d]
                     yield chunk.pin_memory() if pinned else chunk
+
+
+def rows_of(path: Path, metadata: Any) -> int:
+    """Return the number of rows of a Parquet file, which its row groups must have in all.
+
+    Raises:
+        ValueError: the file says something else.
+    """
+    groups = [metadata.row_group(k).num_rows for k in range(metadata.num_row_groups)]
+    if metadata.num_rows != sum(groups) or min(groups, default=0) < 0:
+        raise ValueError(f"{path} is damaged: it has {metadata.num_rows} rows, and row groups of {groups}")
+    return metadata.num_rows
 
 
 class IteratedVectors:
