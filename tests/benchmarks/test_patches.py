@@ -155,7 +155,7 @@ def test_methods_say_the_same_of_images_alone_and_add_up_if_they_promise_to(view
     assert values.shape == (3, 65)
     assert viewer.patches(values).shape == (3, 64)
     assert all(row.unique().numel() > 1 for row in viewer.patches(values))
-    assert (error is not None) == name.startswith(("contributions", "integrated"))
+    assert (error is not None) == name.startswith(("states", "integrated"))
     if error is not None:
         assert error.max() < (0.03 if name.startswith("integrated") else 1e-5)
     alone = method(viewer, viewer.view(pixels[1:2]), target[1:2], other[1:2]).values[0]

@@ -82,7 +82,7 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, small, tmp_path, m
     assert f"{results['pointing']['on_shape']:.0%} of the contributions" in first.out
     assert "shapes, held out" in (out / "report.html").read_text()
     with Image.open(out / "maps.png") as sheet:
-        assert min(sheet.size) > 300
+        assert min(sheet.size) > 500
     monkeypatch.setattr(Trainer, "train_step", None)  # training again would fail
     monkeypatch.setattr(shapes, "drawing", None)  # drawing again would fail
     monkeypatch.setattr(shapes, "pointing", None)

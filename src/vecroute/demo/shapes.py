@@ -107,7 +107,7 @@ def run(out: Path) -> None:
         write_file(out / "results.json", json.dumps(results, indent=2).encode())
     console.print(told(results["pointing"]), highlight=False)
     firsts = [test.labels.index(shape) for shape in SHAPES]
-    explanations = [classifier.explain(test.items[k]) for k in firsts]
+    explanations = classifier.explain([test.items[k] for k in firsts], by_depth=True)
     for shape, why in zip(SHAPES, explanations, strict=True):
         why.to_html(out / f"why-{shape}.html")
     predicted = [why.output_names[why.index(None)] for why in explanations]
