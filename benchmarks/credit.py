@@ -124,15 +124,20 @@ def words(device: str, repeats: int) -> list[tuple[str, float, str]]:
     return [*found_rows, ("words, MiniLM, 512 tokens: peak", peak.mb, "MB")]
 
 
+PARTS = {"million": million, "cost": cost, "words": words}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--n-inp", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     n_inp, repeats = (10_000, 3) if options.short else (options.n_inp, options.repeats)
-    rows = [*million(options.device, n_inp), *cost(options.device, repeats)]
-    rows += words(options.device, repeats)
+    rows = []
+    for part in options.parts:
+        rows += million(options.device, n_inp) if part == "million" else PARTS[part](options.device, repeats)
     for what, value, unit in rows:
         print(f"{what:75} {value:10.3g} {unit}")
     about = common.about(options.device)
