@@ -280,22 +280,27 @@ def faithfulness(task: str) -> str:
 def faithfulness_short() -> str:
     """The methods that a reader of the README compares, on sentences of SST-2."""
     names = {
-        "states": "contributions (ours, exact)",
-        "integrated gradients, margin": "integrated gradients, 50 steps",
+        "words": "words (ours, the default)",
+        "words, 24 samples": "words, mean over 24 sub-texts (ours)",
+        "states": "hidden states (ours)",
+        "integrated gradients from [MASK]": "integrated gradients from [MASK], 50 steps",
+        "leave one out": "leave one out",
+        "phi": "`phi` alone",
+        "random": "chance",
     }
-    names |= {"gradient x input": "gradient x input", "phi": "`phi` alone", "random": "chance"}
+    digits = {"comprehensiveness": 3, "sufficiency": 3, "leave_one_out": 2, "seconds": 2}
     lines = [
         (
             name,
             *(
-                measured("sst2", method, m, GPU)
-                for m in ("comprehensiveness", "sufficiency", "completeness_error", "seconds")
+                f"{float(row('words', task='sst2', of='mean', method=method, measure=m)['mean']):.{n}f}"
+                for m, n in digits.items()
             ),
         )
         for method, name in names.items()
     ]
     head = "method | comprehensiveness (more is better) | sufficiency (less is better)"
-    return table(f"{head} | error of the sum | seconds", lines)
+    return table(f"{head} | correlation with leaving a token out | seconds", lines)
 
 
 def shap() -> str:
