@@ -303,6 +303,21 @@ def faithfulness_short() -> str:
     return table(f"{head} | correlation with leaving a token out | seconds", lines)
 
 
+def faithfulness_words() -> str:
+    """Every method beside words: means, and how far words are ahead with paired intervals."""
+    lines = []
+    for method in dict.fromkeys(found["method"] for found in rows("words", task="sst2", of="mean")):
+        cells = []
+        for measure in ("comprehensiveness", "sufficiency", "leave_one_out"):
+            mean = row("words", task="sst2", of="mean", method=method, measure=measure)
+            ahead = rows("words", task="sst2", of="words less this", method=method, measure=measure)
+            told = [f"{float(ahead[-1][name]):+.3f}" for name in ("low", "high")] if ahead else []
+            cells += [f"{float(mean['mean']):.3f}", " to ".join(told)]
+        lines.append((method, *cells))
+    head = "method | comprehensiveness | words less this | sufficiency | words less this"
+    return table(f"{head} | leave one out | words less this", lines)
+
+
 def shap() -> str:
     """Contributions beside SHAP, on one thread of a CPU."""
     methods = (
@@ -345,6 +360,7 @@ TABLES = {
     "faithfulness-imdb": lambda: faithfulness("imdb"),
     "faithfulness-short": faithfulness_short,
     "faithfulness-sst2": lambda: faithfulness("sst2"),
+    "faithfulness-words": faithfulness_words,
     "heads": heads,
     "million": million,
     "out-of-core-cpu": lambda: out_of_core("cpu"),
