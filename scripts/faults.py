@@ -1,4 +1,4 @@
-"""Make disks full and kill processes while a classifier is fitted and saved, and look at what is left.
+"""Fill disks and kill processes while a classifier is fitted and saved, and check the files that remain.
 
     python scripts/faults.py --limits 40 --kills 50
 

@@ -211,7 +211,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(cls: Any, folder: Path, config: dict[str, Any]) -> None:
-    """Raise for a configuration that lacks what is needed, though its seal is right."""
+    """Raise for a configuration with missing or wrong keys, even if its seal is right."""
     mistake = f"config.json in {folder} is not the configuration of a classifier: "
     check_entries(config, ENTRIES, mistake)
     check_entries(config["encoder"], ENCODER_ENTRIES, f"{mistake}encoder: ")

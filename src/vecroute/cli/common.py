@@ -146,7 +146,7 @@ def tell(message: str) -> None:
 
 
 def wrote(path: Path) -> None:
-    """Say what was written, on a terminal."""
+    """Name the written file, on a terminal."""
     if sys.stderr.isatty():
         tell(f"wrote {path}")
 

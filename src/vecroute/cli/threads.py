@@ -1,4 +1,4 @@
-"""No more threads than cores: those of the machine, of the process, and of its control group."""
+"""Start no more threads than the machine, the process and its control group have cores."""
 
 import math
 import os

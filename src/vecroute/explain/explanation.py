@@ -59,7 +59,7 @@ class Explanation:
         chunk: [n] which chunk of the text each token was encoded in, None for one chunk.
         depths: which hidden states these are, 0 for the embeddings, or names; None for 0, ..., depth - 1.
         unit: what the rows are.
-        of: "words" if values are those of the tokens that the encoder read, "states" if they are those of the
+        of: "words" if the values belong to the tokens that the encoder read, "states" if they belong to the
             hidden states at each position, which have read the other tokens too.
         not_explained: [n_cls] what values and base leave missing to the scores, None for nothing.
         temperature: T; the probabilities of all classes are softmax(scores / T).
