@@ -11,6 +11,8 @@ MODULES_AT_ROOT = 4
 SHARED = {"helpers", "golden", "fuzz"}
 # Folders of the repository, other than the package, that have tests.
 BESIDE = {"benchmarks", "docs", "examples", "scripts"}
+# Kinds of files that a command leaves where it runs; none belongs at the root of the repository.
+LEFTOVERS = {".whl", ".gz", ".html", ".safetensors", ".csv", ".png", ".jsonl", ".parquet", ".onnx"}
 
 
 def folders(path: Path) -> set[str]:
@@ -41,6 +43,17 @@ def disorder(root: Path) -> list[str]:
 
 def test_everything_is_in_its_place():
     assert disorder(ROOT) == []
+
+
+def leftovers(root: Path) -> list[str]:
+    """Return the files at the root of a repository that some command left there."""
+    return sorted(path.name for path in root.iterdir() if path.suffix in LEFTOVERS)
+
+
+def test_no_command_left_a_file_at_the_root(tmp_path):
+    assert leftovers(ROOT) == []
+    (tmp_path / "cfgv-3.5.0-py2.py3-none-any.whl").touch()
+    assert leftovers(tmp_path) == ["cfgv-3.5.0-py2.py3-none-any.whl"]
 
 
 @pytest.mark.parametrize(
