@@ -1,1 +1,1 @@
-"""Tables and images in and out of files."""
+"""Read tables and images from files, and write predictions to files."""

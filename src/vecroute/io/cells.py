@@ -1,41 +1,42 @@
-"""Single cells of tables: missing ones, formulas of spreadsheets, and characters that control a terminal."""
+"""Handle single cells of tables: missing values, spreadsheet formulas, and terminal control characters."""
 
 import re
 import unicodedata
 from typing import Any
 
-# A spreadsheet takes a cell that begins so for a formula, unless it is a number.
+# A spreadsheet reads a cell that begins with one of these as a formula, unless the cell is a number.
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-# Controls (Cc), bidirectional overrides and their kin (Cf), lines and paragraphs (Zl, Zp), surrogates (Cs).
+# Unicode categories: control (Cc), format such as text direction (Cf), surrogate (Cs), line and paragraph
+# separators (Zl, Zp).
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-JOINERS = "\u200c\u200d"  # parts of words and of emoji
+JOINERS = "\u200c\u200d"  # format characters that words and emoji need
 CONTROLS = re.compile(r"[^\x20-\x7e]")
 
 
 def is_missing(value: Any) -> bool:
-    """None, NaN, or the missing value of pandas."""
+    """Return whether a value is None, NaN or the missing value of pandas."""
     return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value)
 
 
 def is_blank(value: Any) -> bool:
-    """Whether a cell says nothing: it is missing, or a string of white space."""
+    """Return whether a cell is missing or holds only white space."""
     return not value.strip() if isinstance(value, str) else is_missing(value)
 
 
 def inert(cell: Any) -> Any:
-    """The cell with an apostrophe before it if a spreadsheet would take it for a formula."""
+    """Put an apostrophe before a cell that a spreadsheet would read as a formula."""
     if isinstance(cell, str) and cell.startswith(FORMULA) and not NUMBER.fullmatch(cell):
         return f"'{cell}"
     return cell
 
 
 def visible(text: str, keep: str = "") -> str:
-    """The text with control characters as escapes, such as \\x1b, so that a terminal does not obey them.
+    """Write control characters as escapes, such as \\x1b, so that a terminal does not obey them.
 
     Args:
-        text: anything, such as a label or a name of a column.
-        keep: control characters that stay, such as newline.
+        text: any text from outside, such as a label or a column name.
+        keep: control characters to leave as they are, such as newline.
     """
 
     def shown(found: re.Match) -> str:

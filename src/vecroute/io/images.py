@@ -1,4 +1,4 @@
-"""Images as people have them: files, PIL images, arrays, folders by class; checked, upright, in RGB."""
+"""Read images from files, bytes, PIL images, arrays or folders; check them and turn them upright, in RGB."""
 
 import hashlib
 import io
@@ -18,8 +18,8 @@ from vecroute.storage import require
 
 logger = logging.getLogger(__name__)
 
-MAX_PIXELS = 64_000_000  # of an image; below what Pillow takes for an attack
-MAX_SIDE = 32_768  # pixels of its width or height: decoders take a lot of memory for very long rows
+MAX_PIXELS = 64_000_000  # per image; below the size that Pillow treats as an attack
+MAX_SIDE = 32_768  # pixels of width or height; decoders need much memory for very long rows
 SUFFIXES = {
     ".jpg",
     ".jpeg",
@@ -34,31 +34,32 @@ SUFFIXES = {
     ".jp2",
     ".avif",
 }
-# What may be in a file, whatever it is called; Pillow would run other programs for some other formats.
+# Only these formats are decoded, whatever the file is called. For some others, Pillow runs external programs.
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
-N_NAMED = 5  # files named in a message
+N_NAMED = 5  # a message names at most this many files
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image: a file, decoded when it is needed, or pixels. Two are equal if they hold the same."""
+    """An image: a file that is decoded when needed, or pixels. Two are equal if their contents are equal."""
 
     key: str  # sha256 of the file or the pixels
-    name: str = field(compare=False)  # what messages call it
+    name: str = field(compare=False)  # used in messages
     source: Any = field(compare=False, repr=False)  # Path or bytes of a file, or a PIL image in RGB
 
     @classmethod
     def of(cls, source: Any, name: str = "image") -> "Picture":
-        """A picture of a path, bytes, PIL image, array or tensor.
+        """Make a picture from a path, bytes, PIL image, array or tensor.
 
         Args:
             source: a path; the bytes of a file; a PIL image; an array [height, width], [height, width, 1, 3
                 or 4]; a tensor [height, width] or [1, 3 or 4, height, width]. Numbers are uint8, uint16,
                 bool, or floats from 0 to 1.
-            name: what messages call it, where it is no file.
+            name: used in messages if the source is not a file.
 
         Raises:
-            TypeError, ValueError: something else, or a file that is not there, is empty or is no image.
+            TypeError: the source has another type.
+            ValueError: the file is missing, empty or not an image.
         """
         if isinstance(source, Picture):
             return source
@@ -81,14 +82,14 @@ class Picture:
 
     @cached_property
     def n_pixels(self) -> int:
-        """How many pixels it has, by the header of its file."""
+        """Number of pixels, read from the header of the file."""
         if not isinstance(self.source, Path | bytes):
             return self.source.width * self.source.height
         with opened(self.source, self.name) as image:
             return image.width * image.height
 
     def open(self) -> Any:
-        """The image in RGB, upright, as a PIL image.
+        """Decode the image: a PIL image in RGB, upright.
 
         Raises:
             ValueError: the file is damaged.
@@ -100,7 +101,7 @@ class Picture:
 
 
 class Folder(NamedTuple):
-    """What ``read_folder`` found: paths and the label of each, and the files that were left out."""
+    """The result of ``read_folder``: the paths, the label of each, and the files that were left out."""
 
     paths: list[Path]
     labels: list[str]
@@ -108,11 +109,11 @@ class Folder(NamedTuple):
 
 
 def check_images(X: Any, name: str = "X") -> list[Picture]:
-    """Several images as a list of pictures; errors call them by the name and their row.
+    """Turn several images into a list of pictures. Errors name the argument and the row.
 
     Raises:
-        TypeError: one image instead of several, or something that is no image.
-        ValueError: no images, a missing one, or one that cannot be read.
+        TypeError: X is a single image, or a row is not an image.
+        ValueError: X is empty, or an image is missing or cannot be read.
     """
     if is_image(X):
         raise TypeError(f"{name} must be a list of images, got one: put it in a list")
@@ -125,16 +126,16 @@ def check_images(X: Any, name: str = "X") -> list[Picture]:
 
 
 def is_image(X: Any) -> bool:
-    """Whether it is one image and not several."""
+    """Return whether X is a single image and not a list of images."""
     one_array = isinstance(X, np.ndarray | Tensor) and X.ndim in (2, 3)
     return one_array or isinstance(X, str | bytes | Path | Picture | require("PIL.Image", "images").Image)
 
 
 def image_files(folder: str | os.PathLike) -> list[Path]:
-    """The images of a folder and of all below it, in order; other files are named in a warning.
+    """List the images in a folder and its subfolders, in order. A warning names the other files.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the folder has no images.
     """
     files = list(files_in(Path(folder)))
     found = [path for path in files if called_image(path)]
@@ -147,14 +148,14 @@ def image_files(folder: str | os.PathLike) -> list[Path]:
 
 
 def read_folder(folder: str | os.PathLike) -> Folder:
-    """The images of a folder that has a folder for each class, in order; files that are no images are named.
+    """Read a folder that has one subfolder of images for each class, in order.
 
-    Files without the name of an image, such as notes.txt, and images outside of the folders of classes are
-    left out, with a warning.
+    Files whose names do not end like an image, such as notes.txt, and images outside of the subfolders are
+    left out. A warning names them.
 
     Raises:
-        ValueError: no such folder, fewer than two classes with images, or a file that is called an image
-            and is none.
+        ValueError: the folder does not exist, fewer than two classes have images, or a file named like an
+            image cannot be read as one.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -184,7 +185,7 @@ def read_folder(folder: str | os.PathLike) -> Folder:
 
 
 def files_in(root: Path) -> Iterator[Path]:
-    """Every file below a folder, in order of names."""
+    """Yield every file below a folder, sorted by name."""
     for place, folders, files in os.walk(root):
         folders.sort()
         yield from (Path(place) / file for file in sorted(files))
@@ -195,7 +196,7 @@ def called_image(path: Path) -> bool:
 
 
 def listed(paths: Sequence[Path]) -> str:
-    """The first names, and how many more."""
+    """Name the first files, and say how many more there are."""
     rest = len(paths) - N_NAMED
     return ", ".join(map(str, paths[:N_NAMED])) + (f" and {rest} more" if rest > 0 else "")
 
@@ -208,23 +209,23 @@ def file_bytes(path: Path) -> bytes:
 
 
 def opened(file: Path | bytes, name: str) -> Any:
-    """The image of a file or of its bytes, its header read and its size checked, for a ``with`` statement.
+    """Open an image from a path or from bytes, for a ``with`` statement: read its header, check its size.
 
     Raises:
-        ValueError: no image, or one of no or too many pixels.
+        ValueError: the file is not an image, or has no pixels or too many.
     """
     pil = require("PIL.Image", "images")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pil.DecompressionBombWarning)  # check_size refuses it
             pil.init()
-            known = [kind for kind in FORMATS if kind in pil.OPEN]  # as Pillow was built
+            known = [kind for kind in FORMATS if kind in pil.OPEN]  # Pillow may be built without some
             image = pil.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=known)
     except pil.DecompressionBombError as error:
         raise ValueError(f"{name} has more than the {MAX_PIXELS:,} pixels that are read") from error
     except FileNotFoundError as error:
         raise ValueError(f"{name} cannot be read: no such file") from error
-    except Exception as error:  # what a decoder meets in damaged files has no one type
+    except Exception as error:  # a damaged file can make a decoder raise any error
         raise ValueError(f"{name} is no image that can be read, or it is damaged") from error
     try:
         check_size(image.size, name)
@@ -245,10 +246,10 @@ def check_size(size: tuple[int, int], name: str) -> None:
 
 
 def decoded(image: Any, name: str) -> Any:
-    """The first frame in RGB, turned as its EXIF data say, over white where it is transparent.
+    """Decode the first frame to RGB, turn it as its EXIF data say, and put transparent pixels on white.
 
     Raises:
-        ValueError: damaged pixels, or numbers whose range is not known.
+        ValueError: the pixels are damaged, or the range of their values is unknown.
     """
     check_size(image.size, name)
     try:
@@ -256,11 +257,11 @@ def decoded(image: Any, name: str) -> Any:
             logger.warning("%s has %d frames: the first is used", name, image.n_frames)
         image.load()
         upright = require("PIL.ImageOps", "images").exif_transpose(image)
-    except Exception as error:  # as above
+    except Exception as error:  # any error, as in ``opened``
         raise ValueError(f"{name} is damaged or truncated: {error}") from error
     if upright.mode.startswith("I") or upright.mode == "F":
         values = np.asarray(upright)  # [height, width]
-        # The 16 bits of a PGM file come in integers of 32.
+        # Pillow stores the 16-bit values of a PGM file as 32-bit integers.
         widened = image.format == "PPM" and upright.mode == "I"
         return from_array(values.astype(np.uint16) if widened else values, name)
     if upright.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in upright.info:
@@ -272,10 +273,10 @@ def decoded(image: Any, name: str) -> Any:
 
 
 def from_array(values: Any, name: str) -> Any:
-    """A PIL image in RGB of an array or tensor, see ``Picture.of``.
+    """Make a PIL image in RGB from an array or tensor; see ``Picture.of``.
 
     Raises:
-        TypeError, ValueError: another shape, or numbers whose range is not known.
+        TypeError, ValueError: the shape is wrong, or the range of the values is unknown.
     """
     if isinstance(values, Tensor):
         values = values.detach().cpu()
@@ -291,13 +292,13 @@ def from_array(values: Any, name: str) -> Any:
 
 
 def as_bytes(array: np.ndarray, name: str) -> np.ndarray:
-    """An array as uint8, 0 to 255, from the whole range of its type."""
+    """Convert an array to uint8, so that the full range of its type becomes 0 to 255."""
     expected = "uint8, uint16, bool, or floats from 0 to 1"
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     if array.dtype == np.bool_:
         return array * np.uint8(255)
-    if array.dtype.newbyteorder("=") == np.uint16:  # TIFF files have either order
+    if array.dtype.newbyteorder("=") == np.uint16:  # TIFF files may have either byte order
         return np.round(array / 257).astype(np.uint8)
     if not np.issubdtype(array.dtype, np.number):
         raise TypeError(f"{name} must be {expected}, got {array.dtype}")

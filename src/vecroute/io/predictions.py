@@ -1,4 +1,4 @@
-"""Rows with their predictions, written as JSON lines or CSV: all columns stay, new ones come after them."""
+"""Write rows with their predictions as JSON lines or CSV. All columns stay, and new ones come after them."""
 
 import csv
 import json
@@ -8,12 +8,12 @@ from typing import IO, Any
 from vecroute.io.cells import inert, is_missing, visible
 
 NOTE = "no text"
-# Characters that JSON allows and a terminal may obey.
+# JSON allows these characters unescaped, but a terminal may obey them.
 ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 class JsonWriter:
-    """A JSON object for each row: its cells, its label, its probabilities, and a note if it has no text."""
+    """Write one JSON object per row: its cells, label and probabilities, and a note if it has no text."""
 
     def __init__(self, file: IO[str], classes: Sequence[str], columns: Iterable[str]):
         self.file, self.classes, self.columns = file, classes, list(columns)
@@ -27,9 +27,9 @@ class JsonWriter:
 
 
 class CsvWriter:
-    """A table with a header: the columns of the rows, ``label``, and the probability of each class.
+    """Write a table with a header: the columns of the rows, ``label``, and one column per class probability.
 
-    Cells that a spreadsheet would take for a formula get an apostrophe, unless raw=True. On a terminal,
+    A cell that a spreadsheet would read as a formula gets an apostrophe, unless raw=True. On a terminal,
     control characters are shown as escapes.
     """
 
@@ -63,7 +63,7 @@ class CsvWriter:
 
 
 def fresh(names: Sequence[str], taken: Iterable[str]) -> list[str]:
-    """The names, each with ``_predicted`` after it as long as something else has that name."""
+    """Append ``_predicted`` to each name until no other column has that name."""
     used, found = set(taken), []
     for name in names:
         while name in used:

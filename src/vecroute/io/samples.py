@@ -1,4 +1,4 @@
-"""Texts and labels of a table, without the rows that lack one of them."""
+"""Read the texts and labels of a table, and leave out rows that lack one of them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +11,13 @@ N_NAMED = 5  # lines named in a message
 
 
 class Samples(NamedTuple):
-    """Texts, the label of each, and where they stand."""
+    """Texts, their labels, and the line of the file that each came from."""
 
     texts: list[str]
-    labels: list[Any]  # empty if no column of labels was asked for
-    lines: list[int]  # of the file
-    skipped: dict[str, list[int]]  # "text", "label": lines of the rows without it
-    n_rows: int  # of the file
+    labels: list[Any]  # empty if no label column was asked for
+    lines: list[int]  # line number of each text in the file
+    skipped: dict[str, list[int]]  # keys "text" and "label": lines of the rows that lack it
+    n_rows: int  # rows in the file, skipped ones included
 
 
 def read_samples(
@@ -28,16 +28,17 @@ def read_samples(
     strict: bool = False,
     delimiter: str | None = None,
 ) -> Samples:
-    """All rows of a table that have a text, and a label if that is asked for.
+    """Read all rows of a table that have a text, and a label if a label column is named.
 
     Args:
         path, delimiter: see ``vecroute.io.tables.read_pieces``.
-        text, label: names of columns.
-        strict: raise for a row without text or label instead of leaving it out.
+        text, label: names of the columns.
+        strict: raise an error for a row without text or label instead of skipping it.
 
     Raises:
-        ValueError: as ``read_pieces``; no row is left; a row lacks text or label and strict=True.
-        TypeError: a text is no string.
+        ValueError: ``read_pieces`` cannot read the file, every row was skipped, or strict=True and a row
+            lacks its text or label.
+        TypeError: a text is not a string.
     """
     found, n_rows = Samples([], [], [], {"text": [], "label": []}, 0), 0
     text = column_of(path, text)
@@ -63,15 +64,15 @@ def read_samples(
 
 
 def column_of(path: str | Path, text: str) -> str:
-    """The column of texts of a file: a .txt file has one alone, whatever it is called elsewhere."""
+    """Return the name of the text column. A .txt file has only one column, so its name is fixed."""
     return LINE if file_format(Path(path)) == "txt" else text
 
 
 def text_of(row: dict[str, Any], column: str, where: Any, line: int) -> str:
-    """The text of a row, empty if it has none.
+    """Return the text of a row, or an empty string if it has none.
 
     Raises:
-        TypeError: it is something else than a string.
+        TypeError: the cell is not a string.
     """
     cell = row.get(column)
     if is_blank(cell):
@@ -83,7 +84,7 @@ def text_of(row: dict[str, Any], column: str, where: Any, line: int) -> str:
 
 
 def lacking(samples: Samples, path: str | Path) -> str:
-    """How many rows have no text or no label, and which ones."""
+    """Say how many rows lack a text or a label, and name the first of them."""
     unit = "row" if file_format(Path(path)) == "parquet" else "line"
     return ", ".join(
         f"{len(lines)} of {samples.n_rows:,} rows have no {what} ({listed(lines, unit)})"
@@ -93,7 +94,7 @@ def lacking(samples: Samples, path: str | Path) -> str:
 
 
 def listed(lines: Sequence[int], unit: str = "line") -> str:
-    """The first lines, and how many more there are."""
+    """Name the first lines, and say how many more there are."""
     first = ", ".join(map(str, lines[:N_NAMED]))
     more = f" and {len(lines) - N_NAMED:,} more" if len(lines) > N_NAMED else ""
     return f"{unit}{'s' if len(lines) > 1 else ''} {first}{more}"

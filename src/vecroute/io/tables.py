@@ -1,4 +1,4 @@
-"""Rows of tables in files: CSV, TSV, JSON lines, Parquet and lines of text, some rows at a time."""
+"""Read tables a few rows at a time: CSV, TSV, JSON lines, Parquet and lines of text."""
 
 import csv
 import gzip
@@ -14,34 +14,34 @@ import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
 FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt")
 DELIMITERS = (",", ";", "\t", "|")  # tried in this order
-ROWS = 512  # in a piece
+ROWS = 512  # rows in a piece
 MAX_COLUMNS = 10_000
-MAX_KEYS = 100_000  # of a JSON line, nested ones too
+MAX_KEYS = 100_000  # in a JSON line, nested keys included
 MAX_CELL = 2**31 - 1  # characters
-LINE = "text"  # the column of lines of text
+LINE = "text"  # name of the only column of a .txt file
 
 
 class Piece(NamedTuple):
-    """Some rows of a table."""
+    """A few consecutive rows of a table."""
 
-    rows: list[dict[str, Any]]  # cells by column; those of CSV and TSV are strings
-    lines: list[int]  # where each row begins: the line of the file, counted from 1; of Parquet the row
+    rows: list[dict[str, Any]]  # cells by column name; CSV and TSV cells are strings
+    lines: list[int]  # the line where each row begins, from 1; for Parquet the number of the row
 
 
 def read_pieces(
     path: str | Path, *columns: str, rows: int = ROWS, delimiter: str | None = None
 ) -> Iterator[Piece]:
-    """The rows of a table, some at a time, none left out: an empty line of a CSV file is an empty row.
+    """Yield the rows of a table, a few at a time. No row is left out: an empty CSV line is an empty row.
 
     Args:
-        path: ends with .csv, .tsv, .jsonl, .parquet or .txt, and maybe .gz after that.
-        columns: that must be there. A .txt file has the column "text" alone.
-        rows: how many at a time.
-        delimiter: between cells of .csv and .tsv files, None to find it by the columns.
+        path: ends with .csv, .tsv, .jsonl, .parquet or .txt, optionally followed by .gz.
+        columns: names that the table must have. A .txt file has only the column "text".
+        rows: number of rows in a piece.
+        delimiter: character between the cells of .csv and .tsv files. None finds it in the first line.
 
     Raises:
-        ValueError: a file that is missing, empty, damaged, not UTF-8, without the columns, or with more than
-            10,000 columns.
+        ValueError: the file is missing, empty, damaged, not UTF-8, lacks a column, or has more than 10,000
+            columns.
     """
     path = Path(path)
     kind = file_format(path)
@@ -59,7 +59,7 @@ def check_file(path: Path) -> None:
 def pieces_of(
     file: IO[bytes], kind: str, name: str, *columns: str, rows: int = ROWS, delimiter: str | None = None
 ) -> Iterator[Piece]:
-    """Pieces of an open file, with errors in one line that begins with its name; see ``read_pieces``."""
+    """Yield the pieces of an open file. Every error is one line that begins with its name."""
     found: set[str] = set()
     with closing(numbered_rows(file, kind, columns, delimiter)) as numbered:
         while some := next_rows(numbered, rows, name):
@@ -70,14 +70,14 @@ def pieces_of(
                     known = ", ".join(repr(there) for there in piece.rows[0])
                     raise ValueError(f"{name} has no column {column!r}, it has {known}")
             yield piece
-    if not found and kind != "txt":  # no lines are no texts, and nothing to do
+    if not found and kind != "txt":  # an empty .txt file is valid: it has no texts
         raise ValueError(f"{name} is empty: it has no rows")
 
 
 def next_rows(
     numbered: Iterator[tuple[int, dict[str, Any]]], rows: int, name: str
 ) -> list[tuple[int, dict[str, Any]]]:
-    """The next rows, none at the end; each error of a reader becomes one line."""
+    """Return the next rows, or none at the end of the file. Turn each error of a reader into one line."""
     try:
         with long_cells():
             return list(itertools.islice(numbered, rows))
@@ -86,18 +86,18 @@ def next_rows(
         raise ValueError(f"{name} is not UTF-8 text: it has the byte 0x{byte:02x}") from error
     except Refused as error:
         raise ValueError(f"{name} {error}") from error
-    except Exception as error:  # each format has its own
+    except Exception as error:  # each format raises errors of its own
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{name} could not be read: {message}") from error
 
 
 class Refused(ValueError):
-    """What is wrong with a table, to be said after its name."""
+    """An error in a table. Its message continues a sentence that begins with the file's name."""
 
 
 @contextmanager
 def long_cells() -> Iterator[None]:
-    """Let cells of CSV be as long as texts are. The limit is one for the whole process, so it is set back."""
+    """Allow very long CSV cells. The limit holds for the whole process, so restore it afterwards."""
     before = csv.field_size_limit(MAX_CELL)
     try:
         yield
@@ -108,7 +108,7 @@ def long_cells() -> Iterator[None]:
 def numbered_rows(
     file: IO[bytes], kind: str, columns: Sequence[str], delimiter: str | None
 ) -> Generator[tuple[int, dict[str, Any]]]:
-    """Each row and where it begins."""
+    """Yield the line where each row begins, and the row."""
     if kind == "parquet":
         yield from parquet_rows(file)
     elif kind == "jsonl":
@@ -121,7 +121,7 @@ def numbered_rows(
         try:
             yield from csv_rows(text, kind, columns, delimiter)
         finally:
-            text.detach()  # standard input is not ours to close
+            text.detach()  # leaves standard input open, which the caller owns
 
 
 def parquet_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -136,8 +136,8 @@ def parquet_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
 def json_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(file, 1):
         if not line.strip():
-            continue  # the end of a file often has one; a row would be {}
-        n_keys = line.count(b'":') - line.count(b'\\":')  # counted before they are parsed, which takes long
+            continue  # files often end with an empty line; an empty row would be {}
+        n_keys = line.count(b'":') - line.count(b'\\":')  # count before parsing, which is slow
         if n_keys > MAX_KEYS:
             raise Refused(f"has too many columns: line {number} has {n_keys:,} keys, nested ones too")
         try:
@@ -155,13 +155,13 @@ def json_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
 def csv_rows(
     text: Iterable[str], kind: str, columns: Sequence[str], delimiter: str | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows by the names in the first line; a short row is filled up with empty cells."""
+    """Yield rows with the names of the first line as keys. A short row is filled up with empty cells."""
     lines = iter(text)
     first = next(lines, "")
     if not first.strip():
         raise Refused("is empty" if not first else "has no names of columns: its first line is empty")
     n_delimiters = max(first.count(one) for one in (delimiter or DELIMITERS))
-    check_width(n_delimiters + 1, "line 1")  # counted before they are parsed, which takes long
+    check_width(n_delimiters + 1, "line 1")  # count before parsing, which is slow
     if delimiter is None:
         delimiter = "\t" if kind == "tsv" else find_delimiter(first, columns)
     reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
@@ -189,7 +189,7 @@ def csv_rows(
 
 
 def find_delimiter(first: str, columns: Sequence[str]) -> str:
-    """The delimiter that makes all columns appear in the first line, else the one that makes most names."""
+    """Choose the delimiter that yields all wanted columns in the first line, or else the most names."""
     names = {one: next(csv.reader([first], delimiter=one), []) for one in DELIMITERS}
     for one in DELIMITERS:
         if set(columns) <= set(names[one]):
@@ -204,7 +204,7 @@ def explained(error: csv.Error, begin: int) -> str:
 
 
 def distinct(names: list[str]) -> list[str]:
-    """The names, with a number after those that came before."""
+    """Append a number to each name that occurred before."""
     found: dict[str, None] = {}
     for name in names:
         number = itertools.count(2)
@@ -221,7 +221,7 @@ def check_width(n: int, where: str) -> None:
 
 
 def file_format(path: Path) -> str:
-    """What a file is by its name."""
+    """Return the format of a file, from the ending of its name."""
     suffixes = [suffix.lstrip(".").lower() for suffix in path.suffixes]
     suffixes = suffixes[:-1] if suffixes[-1:] == ["gz"] else suffixes
     if not suffixes or suffixes[-1] not in FORMATS:
