@@ -492,7 +492,7 @@ def test_interrupted_the_same_command_goes_on_to_the_same_weights(
     arguments = fit_arguments(tiny, data, tmp_path / "model")
     monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr(Trainer, "train_step", interrupted)
-    message = f"interrupted: the same command goes on from where it was ({tmp_path / '.model.partial'})"
+    message = f"interrupted: the same command resumes from {tmp_path / '.model.partial'}"
     assert failed(run(*arguments), message, code=130)
     assert names(tmp_path) == [".model.partial"]
     resumed = []

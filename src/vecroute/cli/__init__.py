@@ -13,7 +13,7 @@ from vecroute.cli.common import app, fail
 
 __all__ = ["app", "fail", "main"]
 
-# The error of a wrong command or option: click's, which typer may bring along under another name.
+# click raises this error for a wrong command or option. typer may bundle click under another module name.
 UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
@@ -26,15 +26,16 @@ def show_version(asked: bool) -> None:
 @app.callback()
 def options(
     shown: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it and exit.")
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """Run a command. Mistakes of the user end in one line and exit code 2."""
-    if sys.stderr is None:  # closed: what is said there goes nowhere, and nowhere else
+    """Run a command. A user's mistake ends in one line and exit code 2."""
+    if sys.stderr is None:  # standard error is closed: drop messages
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
         fail("standard output is closed")
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def leave_output() -> None:
-    """What cannot be written is not tried again at the end."""
+    """Drop output that cannot be written, so that Python does not try again when it exits."""
     try:
         sys.stdout.flush()
     except OSError:

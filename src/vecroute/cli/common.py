@@ -13,7 +13,7 @@ import typer
 from vecroute.cli.threads import limit_threads
 from vecroute.io.cells import visible
 
-CLASSIFIED = 256  # texts between two steps of a progress bar
+CLASSIFIED = 256  # texts per step of the progress bar
 
 
 app = typer.Typer(
@@ -26,7 +26,7 @@ app = typer.Typer(
 
 
 def one_character(value: str | None) -> str | None:
-    """A delimiter, where a tab may be written as \\t or tab."""
+    """Check that a delimiter is one character. A tab may be written as \\t or tab."""
     found = "\t" if value in ("\\t", "tab") else value
     if found is not None and (len(found) != 1 or found in '"\r\n'):
         raise typer.BadParameter(f"{value!r} is not one character, such as ; or tab.")
@@ -44,15 +44,20 @@ Model = Annotated[
 ]
 TextColumn = Annotated[str | None, typer.Option("--text", help="Column of texts; as in `fit` if left out.")]
 LabelColumn = Annotated[
-    str | None, typer.Option("--label", help="Column of labels, as in `fit` if left out.")
+    str | None, typer.Option("--label", help="Column of labels; as in `fit` if left out.")
 ]
-Encoder = Annotated[str | None, typer.Option(help="Where the encoder is now, if not where it was.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the GPU if there is one.")]
+Encoder = Annotated[
+    str | None, typer.Option(help="Folder or hub name of the encoder, if it has moved since `fit`.")
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, ...; the GPU if there is one and this is left out.")
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse rows without text or label.")]
 Delimiter = Annotated[
     str | None,
     typer.Option(
-        callback=one_character, help="Between cells of .csv files: ; or tab, ...; found out if left out."
+        callback=one_character,
+        help="Character between cells of .csv files, such as ; or tab; detected if left out.",
     ),
 ]
 
@@ -71,20 +76,20 @@ def load(model: Path, encoder: str | None, device: str | None) -> Any:
 
 
 def check_data(data: Path) -> None:
-    """Raise at once for data that is not there, before a model is loaded."""
+    """Raise an error for missing data before the model is loaded."""
     if str(data) != "-" and not data.exists():
         raise ValueError(f"{data} is not there")
 
 
 def check_output(path: Path | None) -> None:
-    """Raise at once for a file that cannot be written, before the work is done."""
+    """Raise an error for a file that cannot be written, before the work begins."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         what = "it is a folder" if path.is_dir() else f"{path.absolute().parent} is no folder"
         raise ValueError(f"{path} cannot be written: {what}")
 
 
 def check_kind(classifier: Any, model: Path, data: Path) -> None:
-    """Raise for a folder of images given to a classifier of texts, or for a table given to one of images."""
+    """Raise an error if a text classifier is given a folder, or an image classifier a table."""
     images = hasattr(classifier.encoder_, "grid")
     if str(data) != "-" and images != data.is_dir():
         kind = "images: give a folder of them" if images else "texts: give a table of them"
@@ -92,12 +97,12 @@ def check_kind(classifier: Any, model: Path, data: Path) -> None:
 
 
 def column(classifier: Any, given: str | None, kind: str) -> str:
-    """The name of a column: as given, as it was in ``fit``, or what it is called by default."""
+    """Return the name of a column: the given one, else the one used in ``fit``, else the default."""
     return given or classifier.about_.get(f"{kind} column", kind)
 
 
 def read_texts(data: Path, text: str, label: str | None, strict: bool, delimiter: str | None) -> Any:
-    """The texts of a table and their labels; rows without them are told and left out, or refused."""
+    """Read the texts of a table and their labels. Report and skip rows without them, or refuse if strict."""
     from vecroute.io.samples import lacking, read_samples
 
     samples = read_samples(data, text, label, strict=strict, delimiter=delimiter)
@@ -119,7 +124,7 @@ def standard_input() -> IO[bytes]:
 
 
 def lines_of_input() -> list[str]:
-    """The lines of standard input that say something."""
+    """Return the lines of standard input that are not blank."""
     from vecroute.io.tables import LINE, pieces_of
 
     pieces = pieces_of(standard_input(), "txt", "standard input")
@@ -127,7 +132,7 @@ def lines_of_input() -> list[str]:
 
 
 def classify(classifier: Any, texts: Sequence[Any]) -> Any:
-    """The probabilities [n, n_cls] of texts, with a progress bar on a terminal."""
+    """Return the probabilities [n, n_cls] of texts, with a progress bar on a terminal."""
     import numpy as np
 
     from vecroute.training.progress import progress_bar
@@ -141,18 +146,18 @@ def classify(classifier: Any, texts: Sequence[Any]) -> Any:
 
 
 def tell(message: str) -> None:
-    """A line on standard error, for people, whether they look at a terminal or at a log."""
+    """Write a line for people to standard error, whether it is a terminal or a log."""
     print("vecroute:", visible(message), file=sys.stderr)
 
 
 def wrote(path: Path) -> None:
-    """Name the written file, on a terminal."""
+    """Name the written file if standard error is a terminal."""
     if sys.stderr.isatty():
         tell(f"wrote {path}")
 
 
 class Visible(logging.Formatter):
-    """Messages without characters that control a terminal."""
+    """Format messages without characters that control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record), keep="\n")
@@ -160,14 +165,14 @@ class Visible(logging.Formatter):
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """Messages of the library on standard error: all on a terminal, else warnings."""
+    """Show messages of the library on standard error: all of them on a terminal, else warnings only."""
     logger, handler = logging.getLogger("vecroute"), logging.StreamHandler()
     handler.setFormatter(Visible())
     training = logging.getLogger("vecroute.training")
     levels = logger.level, training.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if sys.stderr.isatty() else logging.WARNING)
-    training.setLevel(logging.WARNING)  # its progress bar says the same
+    training.setLevel(logging.WARNING)  # the progress bar shows its messages
     try:
         yield
     finally:

@@ -13,13 +13,17 @@ from vecroute.cli.threads import limit_threads
 @app.command(epilog="Example: vecroute compare data.csv --heads all --seeds 5")
 def compare(
     data: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .jsonl or .parquet, maybe .gz.")],
-    heads: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
-    seeds: Annotated[int, typer.Option(min=1, help="How often each head is fitted.")] = 5,
+    heads: Annotated[str, typer.Option(help="Names separated by commas, or all.")] = "all",
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of fits of each head, each with its own seed.")
+    ] = 5,
     test: Annotated[Path | None, typer.Option(help="Table to test on; a part of DATA if left out.")] = None,
     text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
     encoder: Annotated[str, typer.Option(help="minilm, a name on the hub, or a folder.")] = "minilm",
-    epochs: Annotated[int | None, typer.Option(min=1, help="At most; by the data if left out.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="At most this many; chosen by the amount of data if left out.")
+    ] = None,
     lr: Annotated[float | None, typer.Option(callback=finite, help="Learning rate.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per head, no table.")] = False,
     strict: Strict = False,
@@ -28,8 +32,8 @@ def compare(
 ) -> None:
     """Compare heads on a table of texts and labels: accuracy, spread, paired test, time, parameters.
 
-    All are trained alike, with hidden states and features dropped only for heads that choose among them, not
-    for means (mean_last, mean_all, scalar_mix) and the first position (cls).
+    All heads are trained in the same way, with one exception. Dropout of hidden states and features applies
+    only to heads that choose among them: not to means (mean_last, mean_all, scalar_mix) nor to cls.
     """
     from vecroute.classifier.compare import compare as run
     from vecroute.classifier.compare import show

@@ -12,9 +12,12 @@ from vecroute.cli.threads import limit_threads
 @app.command(epilog="Example: vecroute demo --out demo/")
 def demo(
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the model and the report: demo, or demo-images.")
+        Path | None,
+        typer.Option(help="Folder for the model and the report; demo or demo-images if left out."),
     ] = None,
-    images: Annotated[bool, typer.Option("--images", help="Shapes drawn on photos instead.")] = False,
+    images: Annotated[
+        bool, typer.Option("--images", help="Classify shapes drawn on photos instead of sentences.")
+    ] = False,
 ) -> None:
     """Fit film review sentences, or drawn images, compare with logistic regression, and explain a few."""
     limit_threads()

@@ -83,7 +83,7 @@ def evaluate(
 def read_labelled(
     data: Path, text: str, label: str, strict: bool, delimiter: str | None
 ) -> tuple[Any, list[Any], list[str], int]:
-    """Texts or images, their labels, where each label stands, and how many rows were skipped."""
+    """Read texts or images, their labels, the place of each label, and the number of skipped rows."""
     if data.is_dir():
         from vecroute.io.images import read_folder
 
@@ -96,7 +96,7 @@ def read_labelled(
 
 
 def check_known(labels: Sequence[Any], places: Sequence[str], classes: Sequence[Any]) -> None:
-    """Raise for a label that is no class, with its place and the nearest class."""
+    """Raise an error for a label that is not a class; name its place and the nearest class."""
     names = [str(name) for name in classes]
     known = set(names)
     unknown = [(str(label), k) for k, label in enumerate(labels) if str(label) not in known]

@@ -39,18 +39,21 @@ class Of(enum.StrEnum):
 def explain(
     model: Model,
     text: Annotated[
-        list[str] | None, typer.Argument(help="Texts or images, else lines of standard input.")
+        list[str] | None, typer.Argument(help="Texts or images; lines of standard input if left out.")
     ] = None,
     class_: Annotated[
-        str | None, typer.Option("--class", help="Else the predicted one rather than the next likely.")
+        str | None,
+        typer.Option(
+            "--class", help="Class to explain; if left out, the predicted class against the runner-up."
+        ),
     ] = None,
     of: Annotated[
-        Of, typer.Option(help="What words added through the whole model, or hidden states at their places.")
+        Of, typer.Option(help="Explain words through the whole model, or hidden states at their positions.")
     ] = Of.words,
     by: Annotated[
         Unit | None, typer.Option(help="What to sum contributions over; words or regions if left out.")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many of the strongest to list.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Number of contributions to list, strongest first.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each text.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page for one text to this file.")] = None,
     encoder: Encoder = None,
@@ -79,7 +82,7 @@ def explain(
 
 
 def explained(why: Any, unit: str) -> dict[str, Any]:
-    """An explanation in JSON types."""
+    """Turn an explanation into JSON types."""
     rows, names = why.aggregate(unit), why.output_names
 
     def by_class(values: Any) -> dict[str, float]:
@@ -101,7 +104,7 @@ def explained(why: Any, unit: str) -> dict[str, Any]:
 
 
 def places(rows: Any) -> list[dict[str, Any]]:
-    """Where each row is: characters of the text, or a box in pixels of the image."""
+    """Return the place of each row: characters of the text, or a box in pixels of the image."""
     if hasattr(rows, "boxes"):
         return [{"box": box} for box in rows.boxes.tolist()]
     return [{"start": start, "end": end} for start, end in rows.offsets.tolist()]

@@ -27,8 +27,8 @@ from vecroute.cli.common import (
 def faithfulness(
     model: Model,
     data: Annotated[Path, typer.Argument(help="Table of texts.")],
-    methods: Annotated[str, typer.Option(help="Names with ; between, or all.")] = "words;states;phi;random",
-    texts: Annotated[int, typer.Option(min=1, help="Measure at most so many texts, the first ones.")] = 100,
+    methods: Annotated[str, typer.Option(help="Names separated by ; or all.")] = "words;states;phi;random",
+    texts: Annotated[int, typer.Option(min=1, help="Measure only this many texts, the first ones.")] = 100,
     text: TextColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per measure, no table.")] = False,
     strict: Strict = False,
@@ -36,7 +36,7 @@ def faithfulness(
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
-    """Measure how faithful explanations are: delete what they name, and look at the prediction again."""
+    """Measure how faithful explanations are: delete the words they name, and predict again."""
     from vecroute.explain.attribution import Reader
     from vecroute.explain.faithfulness import measure, show, summarize
     from vecroute.explain.rivals import METHODS

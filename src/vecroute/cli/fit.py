@@ -28,23 +28,26 @@ def fit(
         str, typer.Option(help="minilm, vit-cifar10 (for images), a name on the hub, or a folder.")
     ] = "minilm",
     head: Annotated[
-        str, typer.Option(help="routing, wide (MLPs twice as wide), paper (its own), ...")
+        str, typer.Option(help="routing, wide (MLPs twice as wide), paper (the paper's own), ...")
     ] = "routing",
-    epochs: Annotated[int | None, typer.Option(min=1, help="At most; by the data if left out.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="At most this many; chosen by the amount of data if left out.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Texts per step.")] = None,
     lr: Annotated[float | None, typer.Option(callback=finite, help="Learning rate.")] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="The same seed gives the same classifier.")
     ] = 0,
     validation: Annotated[
-        float | None, typer.Option(help="Fraction of the texts to validate on; by the data if left out.")
+        float | None,
+        typer.Option(help="Fraction of the texts to validate on; chosen by the amount of data if left out."),
     ] = None,
     balanced: Annotated[bool, typer.Option(help="Give every class the same weight.")] = False,
     max_length: Annotated[int | None, typer.Option(min=1, help="Tokens per chunk of a long text.")] = None,
     stride: Annotated[int, typer.Option(min=0, help="Tokens that neighbouring chunks share.")] = 0,
-    cache: Annotated[bool, typer.Option(help="Keep hidden states for the next time.")] = True,
+    cache: Annotated[bool, typer.Option(help="Store hidden states on disk for later fits.")] = True,
     shard_inputs: Annotated[
-        bool, typer.Option(help="With torchrun: share the positions of each text, not the texts.")
+        bool, typer.Option(help="With torchrun: split each text over processes, instead of the set of texts.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a model that `vecroute fit` wrote to --out before.")
@@ -56,7 +59,7 @@ def fit(
     delimiter: Delimiter = None,
     device: Device = None,
 ) -> None:
-    """Fit a classifier to texts and labels, or to images. Interrupted, the same command goes on."""
+    """Fit a classifier to texts and labels, or to images. After an interruption, the same command resumes."""
     from vecroute.classifier import RoutingClassifier
 
     limit_threads()
@@ -92,8 +95,8 @@ def fit(
     except KeyboardInterrupt:
         if not partial.exists():
             raise
-        fail(f"interrupted: the same command goes on from where it was ({partial})", 130)
-    if os.environ.get("RANK", "0") != "0":  # one of several processes is enough
+        fail(f"interrupted: the same command resumes from {partial}", 130)
+    if os.environ.get("RANK", "0") != "0":  # only the first of several processes writes
         return
     classifier.save_pretrained(out, overwrite=force, about={**about, "data": data.name})
     accuracy = classifier.validation_accuracy_
@@ -105,7 +108,7 @@ def fit(
 def read_data(
     data: Path, text: str, label: str, strict: bool, delimiter: str | None
 ) -> tuple[Any, Any, dict[str, str]]:
-    """Texts and labels of a table, or images and labels of a folder, and what to remember of them."""
+    """Read texts or images and their labels, and the names of the columns, which the model remembers."""
     from vecroute.classifier.labels import check_labels
     from vecroute.io.images import read_folder
 
@@ -119,7 +122,7 @@ def read_data(
 
 
 def check_place(out: Path, force: bool) -> None:
-    """Raise now what writing would raise after all the work."""
+    """Raise errors of the output folder now, not after the fit."""
     from vecroute.classifier.saving import check_place as check_replaced
 
     if out.exists() and not force:

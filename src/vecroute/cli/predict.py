@@ -44,20 +44,23 @@ def predict(
         Path, typer.Argument(help="Table or .txt file of texts, folder of images, or - for stdin.")
     ] = Path("-"),
     text: TextColumn = None,
-    from_: Annotated[Input, typer.Option("--from", help="What comes from standard input.")] = Input.lines,
-    to: Annotated[Output, typer.Option(help="What to write.")] = Output.jsonl,
+    from_: Annotated[Input, typer.Option("--from", help="Format of standard input.")] = Input.lines,
+    to: Annotated[Output, typer.Option(help="Format of the output.")] = Output.jsonl,
     rows: Annotated[int, typer.Option(min=1, help="Texts read, classified and written at a time.")] = 512,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse rows without text.")] = False,
     raw: Annotated[
-        bool, typer.Option("--raw", help="In CSV, leave cells that a spreadsheet takes for formulas.")
+        bool,
+        typer.Option(
+            "--raw", help="In CSV, leave cells as they are, even if a spreadsheet would run them as formulas."
+        ),
     ] = False,
     delimiter: Delimiter = None,
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
-    """Classify texts or images as they come: one row of output for each row of input.
+    """Classify texts or images, and write one row of output for each row of input.
 
-    Each row keeps its columns, and gets its label and the probability of each class. A row without text gets
+    Each row keeps its columns and gets its label and the probability of each class. A row without text gets
     an empty label.
     """
     from vecroute.io.predictions import CsvWriter, JsonWriter
@@ -99,7 +102,7 @@ def predict(
 def read_rows(
     data: Path, kind: Input, text: str, rows: int, delimiter: str | None
 ) -> Iterator[tuple[str, Any]]:
-    """Pieces of a file, of standard input, or of a folder of images, each with its column of texts."""
+    """Yield pieces of a file, of standard input or of a folder of images, each with its text column."""
     from vecroute.io.images import image_files
     from vecroute.io.samples import column_of
     from vecroute.io.tables import LINE, Piece, pieces_of, read_pieces
@@ -121,12 +124,12 @@ def read_rows(
 
 
 def probabilities(classifier: Any, texts: list[str]) -> list[list[float]]:
-    """The probabilities of each text, [n][n_cls]."""
+    """Return the probabilities of each text, [n][n_cls]."""
     return classifier.predict_proba(texts).tolist() if texts else []
 
 
 def predicted(classifier: Any, names: list[str], p: list[float]) -> str | list[str]:
-    """The predicted label, or all that are more likely than not; an empty one without probabilities."""
+    """Return the predicted label, or with several labels all above 0.5; empty without probabilities."""
     if classifier.multi_label:
         return [name for name, share in zip(names, p, strict=False) if share > 0.5]
     return names[p.index(max(p))] if p else ""

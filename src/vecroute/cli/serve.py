@@ -11,25 +11,34 @@ from vecroute.storage import require
 @app.command(epilog="Example: vecroute serve model/ --port 8000")
 def serve(
     model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for others too.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port, 0 for any that is free.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests answered together.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 503.")] = 256,
-    max_characters: Annotated[int, typer.Option(min=1, help="Characters of a text.")] = 100_000,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request with texts.")] = 32_768,
-    max_image_bytes: Annotated[int, typer.Option(min=1, help="Bytes of an image file.")] = 10_000_000,
-    max_pixels: Annotated[int, typer.Option(min=1, help="Pixels of an image.")] = 25_000_000,
-    max_connections: Annotated[int, typer.Option(min=1, help="Open at a time; more get 503.")] = 512,
+    max_characters: Annotated[int, typer.Option(min=1, help="Characters per text.")] = 100_000,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per request, all its texts together.")
+    ] = 32_768,
+    max_image_bytes: Annotated[int, typer.Option(min=1, help="Bytes per image file.")] = 10_000_000,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Pixels per image.")] = 25_000_000,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections open at a time; more get 503.")
+    ] = 512,
     seconds: Annotated[
         float,
         typer.Option(
-            min=0.001, max=86400, callback=finite, help="Time limit of a request, and of reading its answer."
+            min=0.001,
+            max=86400,
+            callback=finite,
+            help="Time limit for a request to arrive, for its answer, and for the client to read it.",
         ),
     ] = 60.0,
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
-    """Serve a web page and a JSON API: predictions and explanations as you type, or of images."""
+    """Serve a web page and a JSON API with predictions and explanations of texts or images."""
     for package in ("fastapi", "uvicorn"):
         require(package, "serve")
     from vecroute import serve as web

@@ -10,7 +10,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def limit_threads() -> None:
-    """Let torch start no more threads than there are cores; ``OMP_NUM_THREADS`` may ask for fewer."""
+    """Limit the threads of torch to the number of cores. ``OMP_NUM_THREADS`` may ask for fewer."""
     import torch
 
     cores = usable_cores()
@@ -19,22 +19,22 @@ def limit_threads() -> None:
 
 
 def usable_cores() -> int:
-    """The cores this process may use, at least one."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    """Return the number of cores that this process may use, at least one."""
+    affinity = getattr(os, "sched_getaffinity", None)  # only on Linux
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min([cores, *(math.ceil(quota) for quota in quotas())]))
 
 
 def quotas() -> Iterator[float]:
-    """How many cores each control group of this process allows: ``docker run --cpus 2`` makes one."""
+    """Yield the number of cores that each control group allows; ``docker run --cpus 2`` makes one."""
     for folder in cgroup_folders():
-        try:  # version 2, "max" is no limit
+        try:  # version 2, where "max" means no limit
             quota, period = (folder / "cpu.max").read_text().split()
             if quota != "max":
                 yield int(quota) / int(period)
         except (OSError, ValueError):
             pass
-        try:  # version 1, -1 is no limit
+        try:  # version 1, where -1 means no limit
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             if int(quota) > 0:
                 yield int(quota) / int(period)
@@ -43,7 +43,7 @@ def quotas() -> Iterator[float]:
 
 
 def cgroup_folders() -> Iterator[Path]:
-    """The folders of the control groups of this process and of those around them."""
+    """Yield the folders of the control groups of this process, and of the groups that contain them."""
     try:
         lines = OWN_CGROUP.read_text().splitlines()  # hierarchy:controllers:/path
     except OSError:
@@ -55,4 +55,4 @@ def cgroup_folders() -> Iterator[Path]:
         root = CGROUPS / "cpu" if controllers else CGROUPS
         inside = root / path.lstrip("/")
         yield from (folder for folder in (inside, *inside.parents) if folder.is_relative_to(root))
-    yield CGROUPS  # in a container the path may be of the host
+    yield CGROUPS  # in a container, the path above may be one of the host
