@@ -1,4 +1,4 @@
-"""What is answered: predictions and explanations of texts or images, in JSON types, and pages to keep."""
+"""Compute the answers: predictions and explanations of texts or images in JSON types, and pages to keep."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ from vecroute.explain.shown import Shown, account, pieces, round_to_sum, shown, 
 from vecroute.explain.told import Question, asked, chance, meaning
 from vecroute.io.images import Picture
 
-N_LINES = 20  # parts with a line of their own in the account of a score
-N_KEPT = 16  # explanations stored, for requests that change only the unit or the depth
+N_LINES = 20  # parts that get their own line in the account of a score
+N_KEPT = 16  # stored explanations, for later requests that change only the unit or the depth
 N_EXAMPLES = 3
-EXAMPLES = (  # to click where the model has none of its own
+EXAMPLES = (  # shown on the page if the model has no examples of its own
     "The weather was better than we had hoped, and the train was on time.",
     "I waited for an hour, nobody came, and the coffee was cold.",
     "The report has two parts: a short summary and a long list of numbers.",
 )
-N_SAVED = 3  # classes on a page, those with the highest probabilities
-WEIGHT = 8  # how much more work an explanation is than a prediction
-IMAGE = 1_000  # characters of text that are as much work as a small image
-PIXELS = 640  # of a large image, for each character; so pixels that are decoded at a time are limited too
+N_SAVED = 3  # classes on a saved page: the most likely ones
+WEIGHT = 8  # cost of an explanation, in predictions
+IMAGE = 1_000  # cost of a small image, in characters of text
+PIXELS = 640  # pixels of a large image that cost one character; this limits the pixels decoded at a time
 
 Sample = str | Picture
 
 
 def work(sample: Sample) -> int:
-    """How much work it is to classify, in characters of text."""
+    """Return the cost of classifying a sample, in characters of text."""
     return len(sample) if isinstance(sample, str) else max(IMAGE, sample.n_pixels // PIXELS)
 
 
@@ -54,7 +54,7 @@ class Explain(NamedTuple):
     against: str | None = None  # a class to subtract
     margin: bool = False  # whether to subtract the likeliest other class, if none is given
     unit: str = "word"
-    depth: int | None = None  # None for all together
+    depth: int | None = None  # None for the sum of all
     of: str = "words"  # or "states"
     thumbnail: bool = False  # whether to send a small copy of an image
 
@@ -77,7 +77,7 @@ class Save(NamedTuple):
 
 
 class Answers:
-    """Answers of a fitted ``RoutingClassifier`` of texts or of images, from one thread."""
+    """Answer jobs with a fitted ``RoutingClassifier`` of texts or images. Only one thread may use it."""
 
     def __init__(self, classifier: Any, model: str | None = None):
         self.classifier, self.model = classifier, model
@@ -87,7 +87,7 @@ class Answers:
         self.kept: OrderedDict[tuple, Explanation] = OrderedDict()
 
     def answer(self, jobs: Sequence[Predict | Explain | Save]) -> list[Any]:
-        """The answers to some jobs, whose texts or images go through the encoder together."""
+        """Return the answers to some jobs. Their texts or images go through the encoder together."""
         texts = list(dict.fromkeys(text for job in jobs for text in job.texts))
         found = dict(zip(texts, self.classifier.predict_proba(texts).tolist(), strict=True))  # [n_cls] each
         return [self._answer(job, [found[text] for text in job.texts]) for job in jobs]
@@ -121,7 +121,7 @@ class Answers:
         return answer | described(why, job.unit, job.depth)
 
     def _page(self, job: Save, shares: list[list[float]]) -> str:
-        """One page of all texts, or of one image, with the classes that are likely for any of them."""
+        """Return one page about all texts, or one image, with the classes that are likely for any of them."""
         likely = np.argsort(-np.max(shares, 0), kind="stable")[:N_SAVED]
         names = [self.names[j] for j in likely]
         explained = [self._explain(text, names, "words", False) for text in job.texts]
@@ -131,7 +131,7 @@ class Answers:
         return page(explained, job.unit, states=states)
 
     def _explain(self, text: Sample, names: Sequence[Any], of: str, by_depth: bool) -> Any:
-        """The explanation of words, by depth or not, or of hidden states, which is always by depth."""
+        """Explain words, by depth or not, or hidden states, which are always explained by depth."""
         key = (getattr(text, "key", text), of, by_depth, *names)
         if key not in self.kept:
             labels = [self.labels[name] for name in names]
@@ -145,7 +145,7 @@ class Answers:
 
 
 def described(why: Explanation, unit: str, depth: int | None) -> dict[str, Any]:
-    """An explanation of one output in JSON types: its exact numbers, and those to show, which add up."""
+    """Turn an explanation of one output into JSON types: exact numbers, and rounded ones that add up."""
     rows, numbers, answer = accounted(why, unit, depth)
     totals = rows.totals().tolist()
     answer["parts"] = [
@@ -165,7 +165,7 @@ def described(why: Explanation, unit: str, depth: int | None) -> dict[str, Any]:
 
 
 def described_image(why: ImageExplanation, unit: str, depth: int | None, thumbnail: bool) -> dict[str, Any]:
-    """The same for an image: parts have boxes in its pixels, and each patch says which part it belongs to."""
+    """Do the same for an image: parts have boxes in pixels, and each patch names the part it belongs to."""
     rows, _, answer = accounted(why, unit, depth)
     parts = zip(rows.pieces, rows.boxes.tolist(), rows.special.tolist(), rows.totals().tolist(), strict=True)
     cells = zip(why.tiles.reshape(-1, 4).tolist(), rows.cells.ravel().tolist(), strict=True)
@@ -181,7 +181,7 @@ def described_image(why: ImageExplanation, unit: str, depth: int | None, thumbna
 
 
 def accounted(why: Any, unit: str, depth: int | None) -> tuple[Any, Shown, dict[str, Any]]:
-    """The rows of an explanation, of one depth or of all, what is shown of them, and how they add up."""
+    """Return the rows of an explanation at one depth or all, their rounded numbers, and how these add up."""
     by_depth = why.aggregate("depth")
     rows = (why if depth is None else why.at_depth(depth)).aggregate(unit)
     numbers = shown(rows)
@@ -200,6 +200,6 @@ def accounted(why: Any, unit: str, depth: int | None) -> tuple[Any, Shown, dict[
 
 
 def split(rows: Explanation, numbers: Shown) -> list[list[int]]:
-    """The shown number of each row by depth, so that these add up to it."""
+    """Split the shown number of each row by depth, so that the parts add up to it."""
     exact = rows.values[..., 0].astype(np.float64) * 10.0**numbers.decimals  # [n, depth]
     return [round_to_sum(row, total) for row, total in zip(exact.tolist(), numbers.values, strict=True)]

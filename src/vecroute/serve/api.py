@@ -1,4 +1,4 @@
-"""The routes that ask the classifier: texts come as JSON, an image as the body of a request."""
+"""The routes of the API. Texts arrive as JSON, an image as the body of a request."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -37,38 +37,38 @@ IMAGE_BODY = {
 
 
 def add_api(app: FastAPI, answers: Answers, ask: Callable[..., Awaitable[Any]]) -> None:
-    """What is asked of the classifier."""
+    """Add the routes for texts."""
 
     @app.post("/predict", response_model=schemas.Prediction, responses=PROBLEMS)
     async def predict(asked: schemas.PredictRequest) -> Response:
-        """The label and the probability of each class."""
+        """Predict the label and the probability of each class."""
         return as_json(await ask(Predict(asked.text)))
 
     @app.post("/explain", response_model=schemas.Explained, responses=PROBLEMS)
     async def explain(asked: schemas.ExplainRequest) -> Response:
-        """What each part of a text adds to the score of a class."""
+        """Explain what each part of a text adds to the score of a class."""
         check_choice(asked, answers)
         return as_json(await ask(Explain(**asked.model_dump())))
 
     @app.post("/page", response_class=Response, responses=PROBLEMS | {200: {"content": {"text/html": {}}}})
     async def page(asked: schemas.SaveRequest) -> Response:
-        """A page to keep, about one text or two, that needs nothing but itself."""
+        """Return a self-contained HTML page about one text or two, to keep."""
         found = await ask(Save(asked.texts, asked.unit))
         return Response(found.encode(), media_type="text/html; charset=utf-8")
 
 
 def add_image_api(app: FastAPI, answers: Answers, ask: Callable[..., Awaitable[Any]]) -> None:
-    """The same for images: a request has the bytes of one as its body, and the rest in its address."""
+    """Add the routes for images: the body of a request is the image file, its options are in the address."""
     taken: dict[str, Any] = {"openapi_extra": IMAGE_BODY, "responses": IMAGE_PROBLEMS}
 
     @app.post("/predict", response_model=schemas.Prediction, **taken)
     async def predict(request: Request) -> Response:
-        """The label and the probability of each class."""
+        """Predict the label and the probability of each class."""
         return as_json(await ask(Predict(await sent_image(request))))
 
     @app.post("/explain", response_model=schemas.ImageExplained, **taken)
     async def explain(request: Request, asked: Annotated[schemas.ImageExplainQuery, Query()]) -> Response:
-        """What each part of an image adds to the score of a class."""
+        """Explain what each part of an image adds to the score of a class."""
         check_choice(asked, answers)
         return as_json(await ask(Explain(await sent_image(request), **asked.model_dump())))
 
@@ -76,27 +76,27 @@ def add_image_api(app: FastAPI, answers: Answers, ask: Callable[..., Awaitable[A
 
     @app.post("/page", response_class=Response, **page_taken)
     async def page(request: Request, asked: Annotated[schemas.ImageQuery, Query()]) -> Response:
-        """A page to keep, that needs nothing but itself."""
+        """Return a self-contained HTML page about the image, to keep."""
         found = await ask(Save([await sent_image(request)], asked.unit))
         return Response(found.encode(), media_type="text/html; charset=utf-8")
 
 
 async def sent_image(request: Request) -> Picture:
-    """The image that is the body of a request; its header is read, its pixels are not."""
+    """Return the image in the body of a request. Only its header is read, not its pixels."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not kind.startswith("image/") and kind != "application/octet-stream":
         raise HTTPException(415, "the request must be an image: Content-Type image/png, image/jpeg, ...")
     data = await request.body()
     try:
         picture = await run_in_threadpool(Picture.of, data)
-        await run_in_threadpool(lambda: picture.n_pixels)  # not while others wait for the event loop
+        await run_in_threadpool(lambda: picture.n_pixels)  # in a thread, since it would block the event loop
     except ValueError as error:
         raise HTTPException(422, str(error)) from None
     return picture
 
 
 def check_choice(asked: schemas.Choice, answers: Answers) -> None:
-    """Raise for a class or a depth that there is not."""
+    """Raise an error for an unknown class or depth."""
     known = {"output": answers.names, "against": answers.names, "depth": answers.classifier.encoder_.depths}
     for field, values in known.items():
         value = getattr(asked, field)

@@ -1,4 +1,4 @@
-"""The web application: routes, limits, and headers that let browsers run its own script alone."""
+"""The web application: routes, limits, and headers that let browsers run only its own script."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -29,9 +29,7 @@ from vecroute.serve.guard import Guard
 
 VERSION = version("vecroute")
 DAY = 24 * 60 * 60
-MOST_TOKENS = (
-    32  # of a character, whatever the tokenizer: the longest decomposition in Unicode has 18 letters
-)
+MOST_TOKENS = 32  # tokens per character at most; the longest Unicode decomposition has 18 characters
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -40,7 +38,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-# All files that the server sends, by address. The page at "/" is for texts or for images.
+# All files that the server sends, by address. The page at "/" depends on the model: texts or images.
 PAGES = {
     "/docs": ("docs.html", "text/html; charset=utf-8"),
     "/ask.js": ("ask.js", "text/javascript; charset=utf-8"),
@@ -55,20 +53,20 @@ PAGES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes on.
+    """The limits of a server.
 
     Args:
-        max_characters: of a text.
-        max_tokens: of a request, all its texts together.
-        max_image_bytes: of the file of an image.
-        max_pixels: of an image.
-        seconds: for a request to come, for its answer, and for the answer to be read.
-        max_batch: requests answered together, 1 for none.
-        max_waiting: requests that wait; more get 503 and when to come again.
-        max_connections: open at a time; more get 503 too.
+        max_characters: characters per text.
+        max_tokens: tokens per request, all its texts together.
+        max_image_bytes: bytes per image file.
+        max_pixels: pixels per image.
+        seconds: time for a request to arrive, for its answer, and for the client to read the answer.
+        max_batch: requests answered together; 1 turns batching off.
+        max_waiting: waiting requests; more get 503 and a Retry-After header.
+        max_connections: open connections; more get 503.
 
     Raises:
-        ValueError: a limit that is not more than 0, or more seconds than a day has.
+        ValueError: a limit is not greater than 0, or seconds is more than a day.
     """
 
     max_characters: int = 100_000
@@ -89,7 +87,7 @@ class Limits:
 
     @property
     def max_bytes(self) -> int:
-        """The limit of a request body: two texts in the longest JSON escapes, and the other fields."""
+        """Largest body of a request: two texts with every character escaped, and the other fields."""
         return 2 * 12 * self.max_characters + 10_000
 
 
@@ -100,14 +98,14 @@ def create_app(
     limits: Limits | None = None,
     hosts: list[str] | None = None,
 ) -> FastAPI:
-    """The page and the API of a fitted ``RoutingClassifier``.
+    """Make the web application of a fitted ``RoutingClassifier``: its page and its API.
 
     Args:
-        classifier: fitted; its encoder is loaded now.
-        name: of the model, for the page.
-        limits: what it takes on, None for the defaults.
-        hosts: names that the server may be called by, None for any. Given these, pages of other sites cannot
-            reach it by a name of theirs that leads to this machine.
+        classifier: a fitted classifier. This function loads its encoder.
+        name: name of the model, shown on the page.
+        limits: the limits of the server, None for the defaults.
+        hosts: host names that requests may use, None for any. A list of names protects against DNS rebinding:
+            a page of another site cannot reach the server by a name that its owner points at this machine.
     """
     limits, images = limits or Limits(), hasattr(classifier.encoder_, "grid")
     classifier.predict_proba([np.zeros((8, 8, 3), np.uint8)] if images else ["warm up"])
@@ -141,13 +139,13 @@ def create_app(
 
     @app.get("/health", response_model=schemas.Health)
     async def health() -> dict[str, Any]:
-        """Whether it is up, and how many requests wait."""
+        """Say that the server is up, and how many requests wait."""
         capacity = limits.max_waiting
         return {"status": "ok", "version": VERSION, "waiting": batcher.waiting, "capacity": capacity}
 
     @app.get("/model", response_model=schemas.ImageAbout if images else schemas.About)
     async def model() -> dict[str, Any]:
-        """The classes there are, the depths of the encoder, and how large what is sent may be."""
+        """List the classes, the depths of the encoder, and the limits on requests."""
         depths = classifier.encoder_.depths
         limit = "max_image_bytes" if images else "max_characters"
         return {
@@ -165,7 +163,7 @@ def create_app(
 
 
 def add_pages(app: FastAPI, first: str) -> None:
-    """What browsers show: a few files of the package, read once, so no path is ever looked up."""
+    """Add the pages for browsers. Their files are read once, so a request never looks up a path."""
     folder = files("vecroute.serve") / "static"
     pages = PAGES | {"/": (first, "text/html; charset=utf-8")}
     contents = {path: ((folder / file).read_bytes(), kind) for path, (file, kind) in pages.items()}
@@ -180,17 +178,17 @@ async def static(content: bytes, kind: str) -> Response:
 
 
 class Budget:
-    """How much work a request may be, known before the work begins: by characters, tokens, pixels."""
+    """Check the size of a request before the work begins: its characters, tokens and pixels."""
 
     def __init__(self, classifier: Any, limits: Limits):
         self.classifier, self.limits = classifier, limits
-        self.counting = asyncio.Lock()  # one text at a time, so that counting is no load of its own
+        self.counting = asyncio.Lock()  # one text at a time, so that counting takes at most one core
 
     async def check(self, samples: Sequence[Any]) -> None:
-        """Refuse what is too much.
+        """Refuse a request that is too large.
 
         Raises:
-            HTTPException: 413 with the limit.
+            HTTPException: status 413, with the limit in its message.
         """
         limits = self.limits
         for sample in samples:
@@ -210,7 +208,7 @@ class Budget:
 
 
 async def ask(batcher: Batcher, budget: Budget, job: Predict | Explain | Save) -> Any:
-    """The answer to a job, or why there is none."""
+    """Return the answer to a job, or raise an HTTP error that says why there is none."""
     seconds = budget.limits.seconds
     await budget.check(job.texts)
     try:
@@ -219,12 +217,12 @@ async def ask(batcher: Batcher, budget: Budget, job: Predict | Explain | Save) -
         raise HTTPException(503, "too many requests wait already", {"Retry-After": "1"}) from None
     except (TimeoutError, GivenUp):
         raise HTTPException(504, f"no answer in {seconds:g} seconds") from None
-    except ValueError as error:  # such as a text of spaces alone
+    except ValueError as error:  # such as a text that holds only spaces
         raise HTTPException(422, str(error)) from None
 
 
 async def mistake(request: Request, error: Exception) -> Response:
-    """What is wrong with a request, in a line; what came is not sent back, since it may be no text at all."""
+    """Say in one line what is wrong with a request. Its content is not echoed: it may not even be text."""
     told = []
     for problem in error.errors() if isinstance(error, RequestValidationError) else []:
         place = ".".join(str(step) for step in problem["loc"] if step != "body")
@@ -233,7 +231,7 @@ async def mistake(request: Request, error: Exception) -> Response:
 
 
 async def refusal(request: Request, error: Exception) -> Response:
-    """Why there is no answer, in a line."""
+    """Say in one line why there is no answer."""
     if not isinstance(error, StarletteHTTPException):
         raise error
     told = error.detail

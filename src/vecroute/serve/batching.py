@@ -1,4 +1,4 @@
-"""Jobs wait in two lanes: short ones are answered together, long ones in pieces between the short ones."""
+"""Queue jobs in two lanes: short jobs are answered in batches, long jobs in pieces between those batches."""
 
 import asyncio
 import ctypes
@@ -18,42 +18,42 @@ from vecroute.ops.pieces import between_pieces, in_pieces
 
 logger = logging.getLogger(__name__)
 
-LONG = 10_000  # the cost of a job that goes to the long lane, in characters to classify
+LONG = 10_000  # characters to classify; a job that costs this much goes to the long lane
 
 
 class Job(Protocol):
     @property
     def cost(self) -> int:
-        """How much work it is, in any unit."""
+        """The amount of work, in any unit."""
 
 
 class Waiting(NamedTuple):
     job: Job
     answer: asyncio.Future
-    deadline: float  # by time.monotonic()
+    deadline: float  # in the clock of time.monotonic()
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """Whether the client has gone or its time is up."""
         return self.answer.done() or time.monotonic() > self.deadline
 
 
 class QueueFull(Exception):
-    """As many requests wait as may."""
+    """The queue already has max_waiting jobs."""
 
 
 class GivenUp(Exception):
-    """Nobody waits for this work any more."""
+    """Every client of this batch has gone, or its time is up."""
 
 
 class Turn:
-    """A lock that two threads take in turns: who gives it back and takes it again lets the other go first."""
+    """A fair lock for two threads: a thread that releases it and takes it again lets the other go first."""
 
     def __init__(self) -> None:
         self.gate, self.lock = threading.Lock(), threading.Lock()
 
     def take(self) -> None:
-        with self.gate:  # held by who comes next, so that nobody overtakes
+        with self.gate:  # the next thread in line holds the gate, so none overtakes it
             self.lock.acquire()
 
     def give(self) -> None:
@@ -67,18 +67,18 @@ class Turn:
 
 
 class Batcher:
-    """Works on jobs: short ones together, as many as wait; long ones alone, in pieces.
+    """Answer jobs: all waiting short jobs as one batch, long jobs one by one in pieces.
 
-    Nothing waits for others to come: a lone job is worked on at once, and batches grow with the load. One
-    thread computes at a time. Between two pieces, a long job gives way to a batch of short jobs, and stops
-    where nobody waits for its answer any more, because time is up or the client has gone.
+    A job never waits for a batch to fill up: a lone job starts at once, and batches grow with the load.
+    One thread computes at a time. Between two pieces, a long job lets a batch of short jobs run. It stops
+    there if its client has gone or its time is up.
 
     Args:
-        work: gives the answers to some jobs, in order; called by one thread at a time.
-        max_jobs: of a batch.
-        max_cost: of a batch, all jobs together.
-        max_waiting: jobs that wait, beyond those at work.
-        long: the cost from which a job is long.
+        work: takes a list of jobs and returns their answers in order; called by one thread at a time.
+        max_jobs: largest number of jobs in a batch.
+        max_cost: largest cost of a batch, all its jobs together.
+        max_waiting: largest number of waiting jobs, without those being worked on.
+        long: a job of this cost or more is long.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """How many jobs wait."""
+        """Number of waiting jobs."""
         return sum(len(lane) for lane in self.lanes)
 
     def start(self) -> None:
-        """Begin to work, in the event loop that is running."""
+        """Start to work, in the running event loop."""
         self.tasks = [asyncio.create_task(self._run(lane)) for lane in self.lanes]
 
     async def stop(self) -> None:
-        """Stop, once the jobs at work are done."""
+        """Finish the jobs being worked on, then stop."""
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -112,12 +112,12 @@ class Batcher:
             lane.thread.shutdown()
 
     async def ask(self, job: Job, seconds: float) -> Any:
-        """The answer to a job.
+        """Queue a job and return its answer.
 
         Raises:
             QueueFull: too many jobs wait already.
-            TimeoutError: no answer in so many seconds. A job that still waits is dropped, a job at work stops
-                at its next piece.
+            TimeoutError: there was no answer within the given seconds. A waiting job is dropped; a running
+                job stops at its next piece.
         """
         if self.waiting >= self.max_waiting:
             raise QueueFull
@@ -135,14 +135,14 @@ class Batcher:
             answers = await loop.run_in_executor(lane.thread, self._answers, batch, lane is self.lanes[1])
             for waiting, answer in zip(batch, answers, strict=True):
                 if waiting.answer.done():
-                    continue  # nobody waits for it any more
+                    continue  # its client has gone or its time is up
                 if isinstance(answer, Exception):
                     waiting.answer.set_exception(answer)
                 else:
                     waiting.answer.set_result(answer)
 
     def _answers(self, batch: list[Waiting], long: bool) -> list[Any]:
-        """The answers or errors of a batch, in the thread of its lane."""
+        """Return the answers or errors of a batch. Runs in the thread of its lane."""
         with self.turn, in_pieces(partial(self._between, batch, long)):
             answers = answers_or_errors(self.work, [waiting.job for waiting in batch])
         if long:
@@ -150,7 +150,7 @@ class Batcher:
         return answers
 
     def _between(self, batch: list[Waiting], long: bool) -> None:
-        """Between two pieces of work: give way to short jobs, and stop if nobody waits any more."""
+        """Let short jobs run between two pieces of work, and stop if every client has gone."""
         if long:
             self.turn.give()
             self.turn.take()
@@ -159,19 +159,19 @@ class Batcher:
 
 
 class Lane:
-    """Jobs that wait for one thread."""
+    """A queue of jobs for one thread."""
 
     def __init__(self, name: str, max_jobs: int, max_cost: int):
         self.max_jobs, self.max_cost = max_jobs, max_cost
         self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
         self.thread = ThreadPoolExecutor(1, f"vecroute-{name}")
-        self.next: Waiting | None = None  # what did not fit into the last batch
+        self.next: Waiting | None = None  # the job that did not fit into the last batch
 
     def __len__(self) -> int:
         return self.queue.qsize() + (self.next is not None)
 
     async def batch(self) -> list[Waiting]:
-        """The next job and those that wait behind it, as many as fit, less those that were given up."""
+        """Return the next batch: as many waiting jobs as fit, without the abandoned ones."""
         first, self.next = self.next or await self.queue.get(), None
         batch, cost = [first], first.job.cost
         while len(batch) < self.max_jobs and not self.queue.empty():
@@ -185,27 +185,27 @@ class Lane:
 
 
 def answers_or_errors(work: Callable[[list[Any]], Sequence[Any]], jobs: list[Any]) -> list[Any]:
-    """The answers; where one job spoils a batch, each is worked on alone, and that one gets its error."""
+    """Return the answers. If a batch fails, work on each job alone, so that only a bad one gets an error."""
     try:
         return list(work(jobs))
     except GivenUp as error:
-        return [error.with_traceback(None)] * len(jobs)  # a traceback would keep tensors alive
+        return [error.with_traceback(None)] * len(jobs)  # a traceback keeps its tensors in memory
     except Exception as error:
         if len(jobs) == 1:
             return [error]
-        logger.warning("a batch of %d failed, one by one now: %s", len(jobs), type(error).__name__)
+        logger.warning("a batch of %d failed and is repeated one by one: %s", len(jobs), type(error).__name__)
         return [answer for job in jobs for answer in answers_or_errors(work, [job])]
 
 
 def give_back_memory() -> None:
-    """Return memory that a long job has freed to the system, where its C library can (glibc)."""
+    """Return freed memory to the system after a long job. Only glibc can do so."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def cut_into_pieces(model: nn.Module) -> None:
-    """Let every module of an encoder be a piece of work, forward and backward."""
+    """Make every module of an encoder a piece of work, forward and backward."""
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
         between_pieces()

@@ -1,4 +1,4 @@
-"""What stands between the network and the application: limits on what comes in, headers on what goes out."""
+"""Middleware between the network and the application: limits on requests, headers on responses."""
 
 import asyncio
 from collections.abc import Mapping
@@ -9,24 +9,24 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-HELD = 16  # bodies of the largest size that all requests together may hold in memory
+HELD = 16  # all requests together may hold this many bodies of the largest size in memory
 
 
 class Guard:
-    """ASGI middleware: requests of at most so many bytes, that come within so many seconds.
+    """ASGI middleware that limits the size of a request and the time it takes to arrive.
 
     A request whose client has gone is cancelled.
 
     Args:
-        app: what it stands before.
-        headers: of every response, unless it has them already.
-        max_bytes: of a request's body, else 413.
-        seconds: for the body to come, else 408.
+        app: the application behind it.
+        headers: added to every response that does not have them already.
+        max_bytes: largest body of a request; a larger one gets 413.
+        seconds: time for the body to arrive; a later one gets 408.
     """
 
     def __init__(self, app: ASGIApp, headers: Mapping[str, str], max_bytes: int, seconds: float):
         self.app, self.headers, self.max_bytes, self.seconds = app, headers, max_bytes, seconds
-        self.held = 0  # bytes of the bodies of all requests
+        self.held = 0  # bytes in memory, the bodies of all requests together
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,7 +66,7 @@ class Guard:
         finally:
             gone.cancel()
         if not answer.cancelled():
-            answer.result()  # raises what the application raised
+            answer.result()  # raises the application's error, if any
 
     @property
     def _too_large(self) -> str:
@@ -74,19 +74,19 @@ class Guard:
 
 
 class Body:
-    """The body of one request, as it comes."""
+    """The body of one request while it arrives."""
 
     def __init__(self, guard: Guard, receive: Receive):
         self.guard, self._receive = guard, receive
-        self.seen, self.left = 0, False  # bytes; whether the client went before it had sent all
+        self.seen, self.left = 0, False  # bytes received; whether the client left before the end
         self.ended = asyncio.Event()
         self.deadline = asyncio.get_running_loop().time() + guard.seconds
 
     async def receive(self) -> Message:
-        """The next part. After the last part, or once the client has gone, nothing comes any more.
+        """Return the next part of the body. Nothing follows the last part, or the client's leaving.
 
         Raises:
-            HTTPException: it comes too late, is too large, or is more than all requests together may hold.
+            HTTPException: the body is late or too large, or all bodies together take too much memory.
         """
         if self.ended.is_set():
             await asyncio.get_running_loop().create_future()
@@ -112,6 +112,6 @@ class Body:
         return message
 
     async def gone(self) -> bool:
-        """Whether the client has gone: it ends the body, or comes after it."""
+        """Return whether a message says that the client has gone, during the body or after it."""
         await self.ended.wait()
         return self.left or (await self._receive())["type"] == "http.disconnect"

@@ -1,10 +1,10 @@
-"""What comes in and goes out, as the OpenAPI description tells it."""
+"""The requests and responses of the API, as its OpenAPI description shows them."""
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# No half of a surrogate pair is a character; pydantic says so by itself.
+# pydantic itself refuses half of a surrogate pair, which is not a character.
 Text = Annotated[str, Field(min_length=1, pattern=r"\S", description="Plain text, not empty.")]
 Unit = Literal["token", "word", "sentence", "chunk", "depth"]
 Of = Literal["words", "states"]
@@ -23,24 +23,29 @@ class PredictRequest(Asked):
 
 
 class Choice(Asked):
-    """What is explained, of a text or of an image."""
+    """The part of a request that says which score of a text or an image to explain."""
 
     output: str | None = Field(None, description="The class to explain; the predicted one if left out.")
-    against: str | None = Field(None, description="A class to subtract: what decides between the two.")
-    margin: bool = Field(False, description="Subtract the likeliest other class, if no other is given.")
+    against: str | None = Field(
+        None, description="A class whose score is subtracted, to explain what decides between the two."
+    )
+    margin: bool = Field(
+        False, description="Subtract the score of the likeliest other class, if `against` is left out."
+    )
     of: Of = Field(
         "words",
         description='"words": what each part added through the whole model; "states": what the hidden states '
-        "at its place added, which have read the rest too.",
+        "at its position added, which have read the other positions too.",
     )
     depth: int | None = Field(
-        None, description="What went through one hidden state alone, 0 for the embeddings; else all."
+        None,
+        description="Explain only what went through this hidden state, 0 for the embeddings; null for all.",
     )
 
 
 class ExplainRequest(Choice):
     text: Text
-    unit: Unit = Field("word", description="What contributions are summed over.")
+    unit: Unit = Field("word", description="The unit that contributions are summed over.")
 
 
 class SaveRequest(Asked):
@@ -49,7 +54,7 @@ class SaveRequest(Asked):
 
 
 class ImageQuery(Asked):
-    unit: ImageUnit = Field("region", description="What contributions are summed over.")
+    unit: ImageUnit = Field("region", description="The unit that contributions are summed over.")
 
 
 class ImageExplainQuery(Choice, ImageQuery):
@@ -58,16 +63,16 @@ class ImageExplainQuery(Choice, ImageQuery):
 
 class Prediction(BaseModel):
     label: str | list[str] = Field(
-        description="The most likely class; where a text may have several, all that are likelier than not."
+        description="The most likely class; with several labels per text, all that are more likely than not."
     )
     probabilities: dict[str, float]
 
 
 class Part(BaseModel):
-    piece: str = Field(description="The characters, or the name of what has none.")
+    piece: str = Field(description="The characters of the part, or its name if it has none.")
     start: int = Field(description="First character in the text (a Unicode code point), from 0.")
-    end: int = Field(description="One past the last; equal to start where it has no characters.")
-    special: bool = Field(description="Put there by the tokenizer, not by the text.")
+    end: int = Field(description="One past the last character; equal to start if the part has none.")
+    special: bool = Field(description="True if the tokenizer added it, such as [CLS].")
     value: float = Field(description="What it adds to the score.")
 
 
@@ -97,21 +102,30 @@ class DepthSums(Sums):
 
 
 class Account(Sums):
-    """Numbers to show, in whole numbers of the last decimal: score = base + sum of values + rest, exactly."""
+    """Rounded numbers to show, as integers in units of the last decimal.
+
+    score = base + sum of values + rest holds exactly.
+    """
 
     depths: DepthSums = Field(description="The same score by depth.")
-    lines: list[Line] = Field(description="The parts that count most, then all others: together the score.")
+    lines: list[Line] = Field(
+        description="The parts that count most, then one line for all others; they add up to the score."
+    )
 
 
 class Shown(Account):
-    """The numbers of an ``Account``, those of each depth, and the text that they are of."""
+    """The numbers of an ``Account``, the same by depth, and the text that they explain."""
 
-    by_depth: list[list[int]] = Field(description="The value of each part by depth; these add up to it.")
-    segments: list[Segment] = Field(description="The text from end to end, control characters written out.")
+    by_depth: list[list[int]] = Field(
+        description="For each part, its value split by depth; the split values add up to it."
+    )
+    segments: list[Segment] = Field(
+        description="The whole text in order, with control characters written as escapes."
+    )
 
 
 class Chance(BaseModel):
-    """The probability that belongs to a score, and how it is computed; empty where it is not known."""
+    """The probability that belongs to a score, and its formula; empty if there is none."""
 
     what: str = ""
     percent: str = ""
@@ -120,7 +134,7 @@ class Chance(BaseModel):
 
 
 class Told(BaseModel):
-    """What the page says of the numbers."""
+    """The sentences with which the page introduces the numbers."""
 
     title: str
     meaning: str
@@ -146,15 +160,15 @@ class Explained(Decided):
 
 
 class ImagePart(BaseModel):
-    piece: str = Field(description="Its name, such as row 2, column 5.")
-    box: Box = Field(description="Around all of its patches; zeros where it has none.")
-    special: bool = Field(description="Put there by the encoder, not by the image.")
+    piece: str = Field(description="Name of the part, such as row 2, column 5.")
+    box: Box = Field(description="The box around all patches of the part; zeros if it has none.")
+    special: bool = Field(description="True if the encoder added it, such as [CLS].")
     value: float = Field(description="What it adds to the score.")
 
 
 class Patch(BaseModel):
     box: Box
-    part: int | None = Field(description="Which of the parts it belongs to.")
+    part: int | None = Field(description="Index of the part that it belongs to.")
 
 
 class ImageExplained(Decided):
@@ -163,16 +177,18 @@ class ImageExplained(Decided):
     grid: list[int] = Field(description="Rows and columns of patches.")
     parts: list[ImagePart]
     patches: list[Patch] = Field(description="Every patch, row by row.")
-    maps: list[list[list[float]]] = Field(description="What patches add at each depth, by row and column.")
+    maps: list[list[list[float]]] = Field(
+        description="What each patch adds at each depth: [depth][row][column]."
+    )
     shown: Account
-    image: str | None = Field(description="The copy that was asked for, as a data: address.")
+    image: str | None = Field(description="The small copy as a data: address, if it was asked for.")
 
 
 class Health(BaseModel):
     status: Literal["ok"]
     version: str
     waiting: int = Field(description="Requests in the queue.")
-    capacity: int = Field(description="How many may wait.")
+    capacity: int = Field(description="How many requests may wait in the queue.")
 
 
 class Known(BaseModel):

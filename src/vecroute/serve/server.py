@@ -1,4 +1,4 @@
-"""The server: a socket, and uvicorn, which finishes what it has begun before it ends."""
+"""The server: a socket and uvicorn, which answers the running requests before it stops."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
 
 
 MAX_CONNECTIONS = 512
-LINGER = 5.0  # seconds at most for a connection too many to send its request, so that it hears why
+LINGER = 5.0  # seconds; a refused connection may still send its request, so that it can read the refusal
 
 
 def run(
@@ -27,14 +27,14 @@ def run(
     ready: Callable[[], Any] = lambda: None,
     max_connections: int = MAX_CONNECTIONS,
 ) -> None:
-    """Serve until interrupted or told to end; then no new requests, and answers to those at work.
+    """Serve until a signal arrives. Then refuse new requests and finish the running ones.
 
     Args:
-        app: what to serve.
-        bound: the socket to listen on, see ``bind``.
-        seconds: for a request to come, for its answer to be read, and for the last answers.
-        ready: called when requests are answered.
-        max_connections: open at a time; more get 503.
+        app: the application to serve.
+        bound: the socket to listen on; see ``bind``.
+        seconds: time for a request to arrive, for the client to read its answer, and for the last answers.
+        ready: called once the server answers requests.
+        max_connections: open connections; more get 503.
     """
     server = make_server(app, seconds, ready, max_connections)
     with suppress(KeyboardInterrupt):
@@ -44,7 +44,7 @@ def run(
 def make_server(
     app: FastAPI, seconds: float, ready: Callable[[], Any], max_connections: int = MAX_CONNECTIONS
 ) -> "Server":
-    """A server that is not running yet; see ``run``."""
+    """Make a server that does not run yet; see ``run``."""
     config = uvicorn.Config(
         app,
         http=partial(Connection, seconds=seconds, most=max_connections),  # type: ignore[arg-type]
@@ -57,11 +57,11 @@ def make_server(
 
 
 class Connection(H11Protocol):
-    """A connection with limits of time: for a request to come, headers too, and for an answer to be read.
+    """A connection with time limits: for a request with its headers to arrive, and for reading the answer.
 
     Args:
-        seconds: for each of these.
-        most: connections at a time; one more is told so, and closed.
+        seconds: each of these limits.
+        most: open connections; one more gets an error and is closed.
     """
 
     def __init__(self, *args: Any, seconds: float, most: int, **options: Any):
@@ -90,7 +90,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is h11.IDLE:  # the next request may come
+        if self.conn.their_state is h11.IDLE:  # wait for the next request
             self._within("request", self.seconds, self._too_late)
 
     def pause_writing(self) -> None:
@@ -102,21 +102,21 @@ class Connection(H11Protocol):
         self._done("answer")
 
     def _should_upgrade(self) -> bool:
-        return False  # there are no web sockets here, which is nothing to warn of
+        return False  # this server has no web sockets, and uvicorn would warn about that
 
     def _too_late(self) -> None:
-        """The request has not come in time."""
+        """Refuse a request that has not arrived in time."""
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._within("request", 1.0, self._too_late)  # ``Guard`` answers it, then this closes
+            self._within("request", 1.0, self._too_late)  # ``Guard`` answers first, then this closes
         elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._refuse(408, f"the request must come within {self.seconds:g} seconds")
         else:
             self.transport.close()
 
     def _refuse(self, status: int, told: str) -> None:
-        """Answer past the application, and close."""
+        """Answer without the application, and close."""
         body = json.dumps({"detail": told}).encode()
         headers = {
             "Content-Type": "application/json",
@@ -140,7 +140,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server that says when it is ready."""
+    """A server that calls ``ready`` once it answers requests."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], Any]):
         super().__init__(config)
@@ -153,10 +153,10 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to an address.
+    """Bind a socket to an address.
 
     Raises:
-        ValueError: the address is not of this machine, or in use.
+        ValueError: the address does not belong to this machine, or is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -166,7 +166,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def hosts_for(host: str) -> list[str] | None:
-    """The names that a server at an address may be called by; any, where others are meant to reach it."""
+    """Return the host names that requests may use; None (any) if other machines may reach the server."""
     return [*LOOPBACK, host] if host in ("localhost", "::1") or host.startswith("127.") else None
 
 
