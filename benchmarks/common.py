@@ -1,32 +1,27 @@
 """Functions that the benchmarks share: layers, timing, peak memory, limits of the device, result rows."""
 
 import argparse
-import csv
-import datetime
 import gc
 import importlib.util
 import math
 import multiprocessing
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from floor import Case
+from rows import RESULTS, about, append, commit, results_folder, written
 from torch import Tensor, nn
 
 import vecroute as vr
 
-RESULTS = Path(__file__).parent / "results"
+__all__ = ["about", "append", "commit", "written"]  # of rows, for the scripts that import common
 MB = 2**20
 MODES = ("fp32", "tf32", "bf16", "bf16-stored")  # bf16 uses autocast; bf16-stored stores all in bfloat16
 IMPLEMENTATIONS = ("reference", "chunked", "fused")
@@ -294,76 +289,6 @@ def copy_rate(device: str) -> float:
     return 2000 * source.nbytes / time_ms({"copy": lambda: target.copy_(source)}, device, 0.5)["copy"]
 
 
-# Rows
-
-
-def about(device: str) -> dict[str, str]:
-    """Return the columns that describe the device and the versions of a measurement."""
-    return {
-        "device": torch.cuda.get_device_name() if is_cuda(device) else cpu_name(),
-        "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "vecroute": vr.__version__,
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
-    }
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    return f"{torch.get_num_threads()} threads of {model}"
-
-
-def version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def commit() -> str:
-    """Return $COMMIT, else the commit of this repository, with a + if src/ has uncommitted changes."""
-
-    def git(*command: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(RESULTS.parent), *command], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    if "COMMIT" in os.environ:
-        return os.environ["COMMIT"]
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "../src") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def append(path: Path, rows: list[dict[str, object]]) -> None:
-    """Append rows to a CSV file. Numbers have 4 digits, and missing values are empty.
-
-    The file is replaced at the end, so an interrupted call does not damage it.
-    """
-    columns = list(rows[0])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    before = path.read_text() if path.exists() else ",".join(columns) + "\n"
-    if before.splitlines()[0] != ",".join(columns):
-        raise ValueError(f"{path} must have the columns {columns}, but has others: move the file away")
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(before)
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writerows({name: written(value) for name, value in row.items()} for row in rows)
-    os.replace(temporary, path)
-
-
-def written(value: object) -> object:
-    if not isinstance(value, float):
-        return "" if value is None else value
-    return f"{value:.4g}" if math.isfinite(value) else ""
-
-
 # Command line
 
 
@@ -372,7 +297,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
+    # argparse converts a default that is text, so a tree with changes is refused before anything is measured.
+    parser.add_argument(
+        "--results",
+        type=results_folder,
+        default=str(RESULTS),
+        help="folder of the CSV files; benchmarks/results only accepts rows from a clean tree",
+    )
     parser.add_argument("--short", action="store_true", help="small sizes: less than a minute on a CPU")
     parser.add_argument("--seconds", type=float, default=0.3, help="approximate time spent on each figure")
     return parser

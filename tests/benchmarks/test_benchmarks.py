@@ -224,24 +224,6 @@ def test_precision_of_products_is_set_and_set_back(mode, expected):
 # Rows
 
 
-def test_rows_are_appended_or_refused(tmp_path):
-    path = tmp_path / "results" / "rows.csv"
-    common.append(path, [{"what": "a, b", "value": 1234.5678}])
-    common.append(path, [{"what": None, "value": math.nan}])
-    assert path.read_text() == 'what,value\n"a, b",1235\n,\n'
-    with pytest.raises(ValueError, match=r"must have the columns \['what'\], but has others"):
-        common.append(path, [{"what": 1}])
-    assert [file.name for file in path.parent.iterdir()] == ["rows.csv"]
-
-
-def test_commit_is_given_or_found(monkeypatch, tmp_path):
-    monkeypatch.setenv("COMMIT", "abc")
-    assert common.commit() == "abc"
-    monkeypatch.delenv("COMMIT")
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")  # in no repository
-    assert common.commit() == "unknown"
-
-
 def test_fit_of_a_line():
     line = [{"implementation": "chunked", "mode": "fp32", "n_inp": n} for n in (1, 2, 4)]
     for row in line:
