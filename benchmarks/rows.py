@@ -91,7 +91,7 @@ def commit() -> str:
 def changes() -> list[str]:
     """Return the changed and the new files, except results and pages that differ only in their tables.
 
-    The answer is that of the first call, since a process runs the code that it started with.
+    Later calls repeat the first answer, since a process runs the code that it started with.
     """
     changed = git("diff", "--name-only", "--no-renames", "-z", "HEAD").split("\0")
     new = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")
