@@ -151,7 +151,7 @@ def test_a_disk_that_fills_up_stops_nothing_and_is_told_once(tmp_path, undisturb
     checkpoint = tmp_path / "checkpoint"
     assert torch.equal(trained(checkpoint), undisturbed)
     assert [r.message.split("checkpoint")[-1] for r in caplog.records] == [
-        " cannot be written ([Errno 28] No space left on device): going on without"
+        " cannot be written ([Errno 28] No space left on device): training continues without"
     ]
     monkeypatch.undo()
     task, accelerator = make_task(), make_accelerator()

@@ -1,4 +1,4 @@
-"""The training loop: it learns, repeats itself, goes on after a stop, and fits in memory."""
+"""The training loop: it learns, is repeatable, resumes after a stop, and fits in memory."""
 
 import math
 import os

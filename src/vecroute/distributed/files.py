@@ -1,4 +1,4 @@
-"""Vectors that lie in files row after row: what the heads of the files say, and reading into few buffers."""
+"""Read vectors that are stored row after row in files: parse file headers, and reuse a few buffers."""
 
 import json
 import math
@@ -22,26 +22,26 @@ from vecroute.storage import require
 # buffer is in use while the others are filled or wait.
 BUFFERS = {True: 5, False: 4}
 READERS = {True: 4, False: 2}
-BLOCK = 4096  # what places in files and in memory are multiples of in direct reads
+BLOCK = 4096  # bytes; direct reads need offsets and memory addresses that are multiples of this
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Segment(NamedTuple):
-    """Rows of vectors that lie in a file one after the other."""
+    """Consecutive rows of vectors in a file."""
 
     path: Path
-    offset: int  # in bytes
+    offset: int  # bytes before the first row
     n_inp: int
 
 
 class FileVectors:
-    """Vectors in files, row after row. They are read, not mapped, so that a file may shrink without a crash.
+    """Vectors in files, row after row. Files are read, not memory-mapped: a mapped file that shrinks crashes.
 
-    Those that take more than half of the machine's memory are read past the system's cache (O_DIRECT), where
-    they would not be found again in the next pass, while making room for them costs as much as routing.
+    Vectors larger than half of the machine's memory bypass the system's cache (O_DIRECT). The next pass would
+    not find them there anyway, and the system would spend as much time on its cache as routing takes.
 
     Raises:
-        ValueError: a file is shorter than it says, or has changed since.
+        ValueError: a file is shorter than its header says, or has changed since it was opened.
     """
 
     reads_ahead = True
@@ -61,7 +61,7 @@ class FileVectors:
                 )
 
     def chunks(self, rows: int, pinned: bool = False) -> Generator[Tensor]:
-        """Chunks [at most rows, d], each good until the next is asked for; those are read in the meantime."""
+        """Yield chunks [at most rows, d], and read the next ones meanwhile. Each is valid until the next."""
         most = min(rows, max(self.n_inp, 1)) * self.row_bytes
         buffers = cycle([aligned(most + 2 * BLOCK, pinned) for _ in range(BUFFERS[pinned])])
         reads: deque[Future[Tensor]] = deque()
@@ -78,35 +78,35 @@ class FileVectors:
                 yield self._as_rows(reads.popleft())  # [rows, d]
 
     def _as_rows(self, reading: "Future[Tensor]") -> Tensor:
-        """Bytes, when they are there, as vectors [rows, d]."""
+        """Wait for the bytes, and return them as vectors [rows, d]."""
         return reading.result().view(self.dtype).view(-1, self.d_inp)  # [rows, d]
 
 
 def aligned(size: int, pinned: bool) -> Tensor:
-    """Memory of so many bytes that begins at a block, [size]."""
+    """Allocate memory [size] that begins at a multiple of BLOCK."""
     memory = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)  # [size + BLOCK]
     return memory[-memory.data_ptr() % BLOCK :][:size]
 
 
 def read(path: Path, before: "Stamp", begin: int, size: int, buffer: Tensor, direct: bool) -> Tensor:
-    """So many bytes of a file, [size], which are then in the buffer, from somewhere in its first block on.
+    """Read bytes [size] of a file into the buffer, and return the part of the buffer that holds them.
 
     Args:
-        before: what ``stamp`` has said of the file.
-        buffer: from ``aligned``, of two blocks more.
-        direct: whether to read past the system's cache, if the file system can.
+        before: the ``stamp`` of the file when it was opened.
+        buffer: made by ``aligned``, at least size + 2 * BLOCK bytes.
+        direct: True to bypass the system's cache, if the file system allows it.
     """
     with told(path, before):
         if direct:
             try:
                 return fill(path, begin, size, buffer, getattr(os, "O_DIRECT", 0))  # [size]
-            except OSError:  # file systems in memory refuse O_DIRECT, some in open, some in read
+            except OSError:  # file systems in memory refuse O_DIRECT, some when opening, some when reading
                 pass
         return fill(path, begin, size, buffer)  # [size]
 
 
 def fill(path: Path, begin: int, size: int, buffer: Tensor, flag: int = 0) -> Tensor:
-    """The same, with a flag for the system; with one, reads begin and end at blocks."""
+    """Do the work of ``read``. With a flag for the system (O_DIRECT), read whole blocks."""
     skip = begin % BLOCK if flag else 0
     wanted, done = skip + size, 0
     memory = buffer[: -(-wanted // BLOCK) * BLOCK].numpy().data
@@ -115,7 +115,7 @@ def fill(path: Path, begin: int, size: int, buffer: Tensor, flag: int = 0) -> Te
             file.seek(begin - skip + done)
             n = file.readinto(memory[done:])
             if flag and done + n < wanted:
-                n -= n % BLOCK  # of a read that came short: the next one, too, has to begin at a block
+                n -= n % BLOCK  # after a short read, the next one must begin at a block too
             if n == 0:
                 length = os.fstat(file.fileno()).st_size
                 raise ValueError(f"{path} has become shorter while it was read: it ends at byte {length}")
@@ -124,10 +124,10 @@ def fill(path: Path, begin: int, size: int, buffer: Tensor, flag: int = 0) -> Te
 
 
 class told:
-    """A context in which errors of reading name the file, as ValueError, and one that has changed is refused.
+    """A context that turns read errors into a ValueError with the file's name, and refuses a changed file.
 
     Args:
-        before: what ``stamp`` has said of the file, None if it has not been opened yet.
+        before: the ``stamp`` of the file when it was opened, None if it was not opened before.
     """
 
     def __init__(self, path: Path, before: "Stamp | None" = None):
@@ -147,7 +147,7 @@ class told:
         if arrow or isinstance(error, OSError | UnicodeDecodeError):
             raise ValueError(f"{self.path} cannot be read: {error}") from error
         if kind is None:
-            self.check()  # it may have changed in the meantime
+            self.check()  # the file may have changed during the read
 
 
 def memory_bytes() -> int:
@@ -156,14 +156,14 @@ def memory_bytes() -> int:
 
 
 def npy_head(path: Path) -> tuple[int, list[int], torch.dtype]:
-    """Where the numbers of a .npy file begin, their shape and dtype."""
+    """Return the offset of the numbers in a .npy file, their shape and their dtype."""
     numpy_format = require("numpy.lib.format", "data")
     with open(path, "rb") as file:
         try:
             version = numpy_format.read_magic(file)
             read_head = getattr(numpy_format, f"read_array_header_{1 if version == (1, 0) else 2}_0")
             shape, fortran, dtype = read_head(file)
-        except (ValueError, SyntaxError, TokenError) as error:  # of a head that is no Python
+        except (ValueError, SyntaxError, TokenError) as error:  # the header is not a Python literal
             raise ValueError(f"{path} is no .npy file, or damaged: {error}") from error
         if fortran:
             raise ValueError(f"{path} must hold rows one after the other, holds columns (fortran_order)")
@@ -174,7 +174,7 @@ def npy_head(path: Path) -> tuple[int, list[int], torch.dtype]:
 
 
 def safetensors_head(path: Path, name: str | None) -> tuple[int, list[int], torch.dtype]:
-    """The same of a tensor in a safetensors file: length in 8 bytes, JSON of that length, numbers."""
+    """Return the same for a tensor in a safetensors file: 8 bytes of length, JSON of that length, numbers."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
@@ -198,7 +198,7 @@ def safetensors_head(path: Path, name: str | None) -> tuple[int, list[int], torc
 
 
 def mapped(array: Any) -> Segment:
-    """Where in its file a memory map [n_inp, d_inp], or a part of one that is contiguous, lies."""
+    """Return the segment of a file that a memory map [n_inp, d_inp], or a contiguous part of one, covers."""
     numpy = require("numpy", "data")
     if array.ndim != 2 or not array.flags.c_contiguous or array.filename is None:
         raise ValueError(f"x_inp must be a contiguous memory map [n_inp, d_inp] of a file, got {array.shape}")
@@ -208,7 +208,7 @@ def mapped(array: Any) -> Segment:
 
 
 def torch_dtype(dtype: Any, where: object = "x_inp") -> torch.dtype:
-    """The torch dtype of a floating-point one of numpy."""
+    """Convert a floating-point dtype of NumPy to torch."""
     found = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16}.get(str(dtype))
     if found is None:
         raise ValueError(f"{where} must be of float16, float32 or float64, got {dtype}")
@@ -216,16 +216,16 @@ def torch_dtype(dtype: Any, where: object = "x_inp") -> torch.dtype:
 
 
 class Stamp(NamedTuple):
-    """What a file is known by while it is read again and again.
+    """A fingerprint of a file, to notice that it changed between two passes.
 
-    A program that writes to a file and then restores its time of change cannot restore the time of its last
-    change of any kind (``st_ctime``), which systems count in steps of some milliseconds; within such a step,
-    the first and the last bytes tell.
+    A program can write to a file and then restore its modification time, but not ``st_ctime``. Systems
+    update ``st_ctime`` in steps of a few milliseconds. Within one step, a checksum of the first and last
+    bytes helps.
     """
 
     size: int
-    modified: int  # in nanoseconds, as ``os.utime`` can set it
-    changed: int  # in nanoseconds, as the system alone sets it
+    modified: int  # nanoseconds; ``os.utime`` can set it
+    changed: int  # nanoseconds; only the system sets it
     inode: int
     ends: int  # checksum of the first and the last bytes
 

@@ -1,4 +1,4 @@
-"""Vectors that are read a chunk at a time, again for every pass: from files, Parquet or an iterable."""
+"""Read vectors one chunk at a time, again in every pass: from files, Parquet or an iterable."""
 
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -29,20 +29,20 @@ EXPECTED = (
 
 
 class Vectors(Protocol):
-    """Vectors [n_inp, d_inp] somewhere."""
+    """A source of vectors [n_inp, d_inp]."""
 
     n_inp: int
     d_inp: int
     dtype: torch.dtype
-    reads_ahead: bool  # so that nobody else need do so
+    reads_ahead: bool  # True if the source reads the next chunks by itself
 
     def chunks(self, rows: int, pinned: bool = False) -> Generator[Tensor]:
-        """Chunks [at most rows, d_inp] in order, in pinned memory if they are to be."""
+        """Yield chunks [at most rows, d_inp] in order, in pinned memory if pinned=True."""
         ...
 
 
 class ParquetVectors:
-    """Vectors in a column of lists of Parquet files, all lists of one length."""
+    """Vectors in a column of Parquet files that holds lists, all of the same length."""
 
     reads_ahead = False
 
@@ -84,10 +84,10 @@ class ParquetVectors:
 
 
 def rows_of(path: Path, metadata: Any) -> int:
-    """Return the number of rows of a Parquet file, which its row groups must have in all.
+    """Return the number of rows of a Parquet file.
 
     Raises:
-        ValueError: the file says something else.
+        ValueError: the number differs from the sum over its row groups.
     """
     groups = [metadata.row_group(k).num_rows for k in range(metadata.num_row_groups)]
     if metadata.num_rows != sum(groups) or min(groups, default=0) < 0:
@@ -96,7 +96,7 @@ def rows_of(path: Path, metadata: Any) -> int:
 
 
 class IteratedVectors:
-    """Vectors from chunks that can be iterated again and again, or a function that returns an iterator."""
+    """Vectors from chunks that can be iterated repeatedly, or from a function that returns an iterator."""
 
     reads_ahead = False
 
@@ -139,19 +139,24 @@ def open_vectors(
     dtype: torch.dtype | None = None,
     n_inp: int | None = None,
 ) -> Vectors:
-    """Vectors [n_inp, d_inp] to be read a chunk at a time.
+    """Open vectors [n_inp, d_inp] that are read one chunk at a time.
 
     Args:
-        source: a path to a .npy file, one or more to .safetensors or .parquet files, whose rows follow one
-            another, or one to a raw file; a ``numpy.memmap``, whose file is read; a tensor; chunks
-            [rows, d_inp] in anything that can be iterated again and again, or a function that returns an
-            iterator over them, each in memory of its own, since the next is asked for in the meantime.
-        name: of the tensor in safetensors files, of the column in Parquet files; None for the only one.
-        d_inp, dtype: of a raw file.
-        n_inp: of an iterable, None to count first.
+        source: one of these:
+
+            - the path of a .npy file or of a raw file,
+            - one or more paths of .safetensors or .parquet files, whose rows are concatenated,
+            - a ``numpy.memmap``, whose file is read,
+            - a tensor,
+            - an iterable of chunks [rows, d_inp] that can be iterated repeatedly, or a function that returns
+              an iterator. Each chunk needs its own memory, because the next one is requested ahead of time.
+        name: name of the tensor in .safetensors files or of the column in .parquet files. None if there is
+            only one.
+        d_inp, dtype: vector size and dtype of a raw file.
+        n_inp: number of vectors of an iterable. None counts them first.
 
     Raises:
-        ValueError, TypeError: a source of no such kind, a file that is missing, truncated or damaged.
+        ValueError, TypeError: the source is of another kind, or a file is missing, truncated or damaged.
     """
     if hasattr(source, "chunks") and hasattr(source, "n_inp"):
         return source

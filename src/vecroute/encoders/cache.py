@@ -61,14 +61,14 @@ class FeatureCache:
         self.max_bytes = max_bytes
         self._files: dict[Path, Any] = {}  # open segments
         self._where: dict[str, Path] = {}  # key of a text -> its segment
-        self._entries: dict[str, Entry] = {}  # what the header of the segment says of it
-        self._refused: set[Path] = set()  # damaged segments, which may be there still
+        self._entries: dict[str, Entry] = {}  # key of a text -> its entry in the header
+        self._refused: set[Path] = set()  # damaged segments that could not be deleted
         self._checked: set[str] = set()
-        self._waiting: dict[str, Tensor] = {}  # not yet on the disk
+        self._waiting: dict[str, Tensor] = {}  # hidden states not yet written to the disk
         self._waiting_bytes = 0
         self._full = False
         for path in self.folder.glob("*/*.tmp"):
-            with suppress(OSError):  # another process has just finished it, or the folder is read-only
+            with suppress(OSError):  # another process has just renamed it, or the folder is read-only
                 if time.time() - path.stat().st_mtime > ABANDONED_AFTER:
                     path.unlink()
         self.refresh()
@@ -138,7 +138,7 @@ class FeatureCache:
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            logger.warning("hidden states cannot be written to %s (%s): going on without", self.own, error)
+            logger.warning("hidden states cannot be written to %s (%s): continuing without", self.own, error)
             self._full = True
         self._waiting, self._waiting_bytes = {}, 0
         self.refresh()
@@ -155,13 +155,13 @@ class FeatureCache:
         """
         mine = {self._where[key] for key in map(text_key, using) if key in self._where}
         for path in mine:
-            with suppress(OSError):  # a folder that is read-only
+            with suppress(OSError):  # the folder is read-only
                 os.utime(path)
         sizes: dict[Path, tuple[float, int]] = {}
         for path in self.folder.glob("*/*"):
             try:
                 stat = path.stat()
-            except FileNotFoundError:  # another process made room too
+            except FileNotFoundError:  # another process deleted it
                 continue
             sizes[path] = (stat.st_mtime, stat.st_size)
         used = sum(size for _, size in sizes.values())
@@ -177,7 +177,7 @@ class FeatureCache:
     def _drop(self, path: Path, why: object) -> None:
         logger.info("cached hidden states deleted: %s (%s)", path, why)
         self._refused.add(path)
-        with suppress(OSError):  # in a folder that is read-only it stays, but is not used
+        with suppress(OSError):  # in a read-only folder it stays, but is not used
             path.unlink(missing_ok=True)
         self._files.pop(path, None)
         self._where = {key: where for key, where in self._where.items() if where != path}
@@ -250,7 +250,7 @@ class Features:
         for group in windows([lengths[text] * size for text in own], WINDOW_BYTES):
             for k, hidden in self._encode([own[k] for k in group]):
                 self.cache.put(own[group[k]], hidden)
-            there += len(group) * share[1]  # the others are about as fast
+            there += len(group) * share[1]  # assume that the other processes are as fast
             if step:
                 step(min(there, len(lengths)))
         self.cache.flush()
@@ -302,7 +302,7 @@ def same_shapes(lengths: Sequence[int], filled: int | None) -> Iterator[list[int
 
     Args:
         lengths: the length of each row.
-        filled: repeat rows until a group has about so many positions, repeated rows last. None not to repeat.
+        filled: repeat rows, last in each group, until it has about this many positions. None: no repeats.
     """
     by_length: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):

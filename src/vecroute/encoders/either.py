@@ -1,4 +1,4 @@
-"""The encoder of a classifier, of texts or of images, however it was given."""
+"""Load the encoder of a classifier, for texts or images, from a name, a folder, a model or an encoder."""
 
 import functools
 from pathlib import Path
@@ -12,7 +12,7 @@ from vecroute.encoders.vision import VisionEncoder
 
 
 def is_of_images(encoder: Any, revision: str | None) -> bool:
-    """Whether what was given for an encoder, a name, a folder, a model or an encoder, takes images."""
+    """Return whether an encoder takes images. It may be given as a name, a folder, a model or an encoder."""
     if isinstance(encoder, TextEncoder | VisionEncoder):
         return isinstance(encoder, VisionEncoder)
     return takes_images(str(encoder) if isinstance(encoder, str | Path) else encoder, revision)
@@ -27,10 +27,10 @@ def load_encoder(
     stride: int,
     **options: Any,
 ) -> TextEncoder | VisionEncoder:
-    """The encoder; one by name or folder is shared by all who ask for it with the same options.
+    """Load the encoder. Calls with the same name or folder and the same options share one encoder.
 
     Raises:
-        ValueError: max_length or stride for an encoder of images.
+        ValueError: max_length or stride is given for an encoder of images.
     """
     if isinstance(encoder, TextEncoder | VisionEncoder):
         return encoder
@@ -47,12 +47,12 @@ def load_encoder(
 
 @functools.lru_cache(maxsize=2)
 def shared(kind: Any, name: str, stamp: tuple, device: str, **options: Any) -> Any:
-    """One encoder for all who want the same, as long as its files stay the same."""
+    """Return one shared encoder for equal arguments. The stamp makes changed files load again."""
     return kind(name, device=device, **options)
 
 
 def folder_stamp(name: str | Path) -> tuple:
-    """Changes with the files of a local folder; empty for a name."""
+    """Return a stamp that changes with the files of a local folder; empty for a name."""
     files = sorted(Path(name).glob("*")) if Path(name).is_dir() else []
     found = [(file.name, file.stat()) for file in files if file.is_file()]
     return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)

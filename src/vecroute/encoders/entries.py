@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def text_key(text: Any) -> str:
-    """What a text is known by; an image, a ``Picture``, brings a key of its own."""
+    """Return the key of a text, or of an image (a ``Picture``, which has its own key)."""
     if not isinstance(text, str):
         return text.key
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Entry(NamedTuple):
-    """What the header of a segment says of the hidden states of a text."""
+    """The entry of a text in the header of a segment, which describes its hidden states."""
 
     dtype: str
     shape: tuple[int, ...]  # n_pos, depth, d_emb
@@ -30,16 +30,16 @@ class Entry(NamedTuple):
 
 
 def header(key: str, entries: dict[str, Entry]) -> dict[str, str]:
-    """The metadata of a segment, with a checksum of its own."""
+    """Make the metadata of a segment, with a checksum of the metadata itself."""
     listed = json.dumps(entries)
     return {"encoder": key, "entries": listed, "sha256": hashlib.sha256((key + listed).encode()).hexdigest()}
 
 
 def read_entries(metadata: dict[str, str], key: str) -> dict[str, Entry]:
-    """What ``header`` wrote.
+    """Read the entries that ``header`` wrote.
 
     Raises:
-        ValueError: the segment is of another encoder, of an earlier version, or damaged.
+        ValueError: the segment belongs to another encoder or an earlier version, or is damaged.
     """
     listed = metadata.get("entries", "")
     if metadata.get("encoder") != key:
@@ -50,7 +50,7 @@ def read_entries(metadata: dict[str, str], key: str) -> dict[str, Entry]:
 
 
 def halved(hidden: Tensor) -> Tensor:
-    """In two bytes per number: float16, bfloat16 where the numbers are too great for it."""
+    """Convert to two bytes per number: float16, or bfloat16 if a number is too large for float16."""
     if hidden.element_size() == 2:
         return hidden
     half = hidden.half()

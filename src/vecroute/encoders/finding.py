@@ -1,4 +1,4 @@
-"""Find an encoder by name: every one becomes a folder of files on this machine, which brings no code."""
+"""Find an encoder by name: return a local folder of files that contains no code to run."""
 
 import hashlib
 import importlib.util
@@ -28,17 +28,17 @@ WANTED = [
     "*.safetensors",
     "*.txt",
     "*.model",
-]  # files on the hub; the rest is code, pickles, pictures
+]  # files to fetch from the hub; the others are code, pickles and pictures
 INDEX = "model.safetensors.index.json"
-HUB_SECONDS = 5.0  # to wait for an answer of the hub
+HUB_SECONDS = 5.0  # time to wait for an answer of the hub
 
 
 def find(name: str, revision: str | None) -> Path:
-    """The folder of an encoder: "minilm", "vit-cifar10", a folder, or a name on the Hugging Face hub.
+    """Return the folder of an encoder: "minilm", "vit-cifar10", a folder, or a name on the Hugging Face hub.
 
     Raises:
-        ValueError: there is no such folder, the hub does not have it or cannot be reached, or the folder does
-            not hold what an encoder of vecroute needs.
+        ValueError: the folder does not exist, the hub does not have it or cannot be reached, or the folder
+            lacks files that an encoder needs.
     """
     if name == "minilm" and (installed := minilm_folder()):
         check_weights("minilm", installed, MINILM_SHA256, MINILM_PACKAGE.replace("_", "-"))
@@ -54,16 +54,16 @@ def find(name: str, revision: str | None) -> Path:
 
 
 def minilm_folder() -> Path | None:
-    """The folder of the installed encoder package, None if it is not installed."""
+    """Return the folder of the installed encoder package, None if it is not installed."""
     spec = importlib.util.find_spec(MINILM_PACKAGE)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
 
 
 def from_hub(name: str, revision: str | None) -> Path:
-    """The folder of a name on the hub, fetched if need be; without network as it was fetched before."""
+    """Return the folder of a name on the hub. Fetch it, or use an earlier download if there is no network."""
     try:
         validate_repo_id(name)
-    except HFValidationError:  # a path: the hub need not be asked
+    except HFValidationError:  # the name is a path, so the hub cannot have it
         what = "is a file" if Path(name).is_file() else "is not there"
         raise ValueError(f"encoder {name!r} could not be loaded: this folder {what}") from None
     try:
@@ -84,7 +84,7 @@ def from_hub(name: str, revision: str | None) -> Path:
 
 
 def check_weights(name: str, folder: Path, expected: str, package: str) -> None:
-    """Raise if the weights that a package brings are missing or not those that are expected."""
+    """Raise an error if the weights in a package are missing or have another checksum."""
     file = folder / "model.safetensors"
     found = file_sha256(file) if file.is_file() else None
     if found != expected:
@@ -93,14 +93,14 @@ def check_weights(name: str, folder: Path, expected: str, package: str) -> None:
 
 
 def check_folder(name: str, folder: Path) -> None:
-    """Raise for a folder that asks for more than to read JSON and safetensors files that it holds."""
+    """Raise an error unless reading the folder's own JSON and safetensors files is enough to load it."""
     mistake = f"encoder {name!r} could not be loaded: "
     if not (folder / "config.json").is_file():
         raise ValueError(f"{mistake}{folder} has no config.json")
     files = [file for file in folder.iterdir() if file.is_file()]
     about = {file.name: read_json(file, mistake) for file in files if file.name.endswith("config.json")}
     config = about["config.json"]
-    # Where transformers has a class of its own for the model, it does not need the code of the folder.
+    # If transformers itself has a class for the model, the code in the folder is not needed.
     if "auto_map" in config and str(config.get("model_type")) not in transformers.CONFIG_MAPPING:
         raise ValueError(f"{mistake}it brings code of its own (auto_map in config.json), which never runs")
     if (folder / "adapter_config.json").exists():
@@ -121,10 +121,10 @@ def check_folder(name: str, folder: Path) -> None:
 
 
 def read_json(file: Path, mistake: str = "") -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        ValueError: it is no JSON, nested too deep, or no object.
+        ValueError: the file is not JSON, is nested too deeply, or holds no object.
     """
     try:
         found = json.loads(file.read_bytes())
@@ -142,7 +142,7 @@ def file_sha256(file: Path) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the progress bars, warnings and retries of loading off the terminal; errors are raised anyway."""
+    """Silence progress bars, warnings and retries while loading. Errors are still raised."""
     logger, logging_of = logging.getLogger("huggingface_hub"), transformers.utils.logging
     level, verbosity, bars = logger.level, logging_of.get_verbosity(), logging_of.is_progress_bar_enabled()
     logger.setLevel(logging.CRITICAL)

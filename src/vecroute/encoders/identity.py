@@ -1,4 +1,4 @@
-"""Know an encoder again: by its weights, its configuration and what it does to a text or an image first."""
+"""Identify an encoder by its weights, its configuration, and its tokenizer or image processor."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from torch import nn
 
 from vecroute.encoders.finding import file_sha256, read_json
 
-# These do not change the hidden states of a frozen encoder: names, training, output, precision of storage.
+# Entries that do not change the hidden states of a frozen encoder: names, training, output, stored precision.
 IRRELEVANT = {
     *("name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
     *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "pillow", "numpy")
 
 
 PARTS = {"configuration": "settings", "weights": "weights", "preparation": "tokens or pixels"}
-# Files of tokenizers and image processors, beside tokenizer* and *.model.
+# Files of tokenizers and image processors, in addition to tokenizer* and *.model.
 PREPARING = {
     "preprocessor_config.json",
     "processor_config.json",
@@ -36,22 +36,22 @@ PREPARING |= {"vocab.txt", "vocab.json", "merges.txt"}
 
 
 class Identity(NamedTuple):
-    """What makes an encoder the one it is, of JSON types."""
+    """The identity of an encoder, in JSON types."""
 
     weights: str  # sha256 of the weights as they were loaded
-    preparation: str  # sha256 of what the tokenizer or the image processor does
-    configuration: dict[str, Any]  # what config.json states, as far as it changes hidden states
-    files: dict[str, str]  # sha256 of each file; empty where the encoder came as objects
+    preparation: str  # sha256 of the state of the tokenizer or the image processor
+    configuration: dict[str, Any]  # the entries of config.json that may change hidden states
+    files: dict[str, str]  # sha256 of each file; empty if the encoder was given as objects
 
 
 def identify(model: nn.Module, config: Any, folder: Path | None, preparation: str) -> Identity:
-    """The identity of an encoder.
+    """Compute the identity of an encoder.
 
     Args:
-        model: before any change of its precision.
-        config: of the model as it was given or loaded, which may be more than the part that is used.
-        folder: where it was loaded from, None if it, or what prepares its inputs, came as an object.
-        preparation: sha256 of what the tokenizer or the image processor does.
+        model: the model before any change of its precision.
+        config: the configuration of the whole model. Only a part of the model may be in use.
+        folder: the folder of the encoder. None if the model, tokenizer or processor was given as an object.
+        preparation: sha256 of the state of the tokenizer or the image processor.
     """
     if folder is None:
         stated = {**config.to_diff_dict(), "model_type": config.model_type}
@@ -66,10 +66,10 @@ def json_types(value: Any) -> Any:
 
 
 def difference(expected: Identity, found: Identity) -> str | None:
-    """Say in which file an encoder differs from another, None where they are the same.
+    """Name the file in which two encoders differ, or return None if they are the same.
 
-    Files of the same bytes are the same. Other files are, too, where they mean the same to the transformers
-    that is installed: an encoder may have been saved again, by another version of it.
+    Files with the same bytes are the same. Different bytes may still mean the same to the installed version
+    of transformers, for example if another version saved the encoder again. Those count as the same too.
     """
     before, now = resolved(expected.configuration), resolved(found.configuration)
     same = {
@@ -95,7 +95,7 @@ def files_of(part: str, identity: Identity) -> dict[str, str]:
 
 
 def part_of(file: str) -> str | None:
-    """Which part of an encoder a file belongs to."""
+    """Return the part of an encoder that a file belongs to."""
     if file == "config.json":
         return "configuration"
     if ".safetensors" in file:
@@ -106,13 +106,13 @@ def part_of(file: str) -> str | None:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """The sha256 of each file in the folder of an encoder that may change hidden states."""
+    """Return the sha256 of each file in an encoder's folder that may change hidden states."""
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and part_of(file.name)]
     return {file.name: file_sha256(file) for file in files}
 
 
 def relevant(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Those entries of a configuration that may change hidden states."""
+    """Return the entries of a configuration that may change hidden states."""
     kept = {key: value for key, value in configuration.items() if is_relevant(key)}
     return {key: relevant(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
@@ -122,17 +122,17 @@ def is_relevant(key: str) -> bool:
 
 
 def resolved(configuration: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with what the installed transformers takes for everything that it does not state."""
+    """Complete a configuration with the defaults of the installed version of transformers."""
     try:
         kind = transformers.CONFIG_MAPPING[configuration["model_type"]]
         full = json.loads(kind.from_dict(dict(configuration)).to_json_string(use_diff=False))
-    except Exception:  # a class that transformers does not know, or values that it does not take
+    except Exception:  # transformers does not know the class, or refuses a value
         return relevant(configuration)
     return relevant(full)
 
 
 def states_key(identity: Identity, *options: Any) -> str:
-    """Changes with anything that changes hidden states, the last bits included."""
+    """Return a key that changes whenever hidden states may change, even in the last bit."""
     versions = {name: installed(name) for name in PACKAGES}
     about = [identity.weights, identity.preparation, resolved(identity.configuration)]
     return sha256_json([*about, versions, [str(option) for option in options]])
@@ -146,7 +146,7 @@ def installed(package: str) -> str:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """One number for all weights that make hidden states, as loaded, before any change of precision."""
+    """Return one checksum of all weights that produce hidden states, before any change of precision."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if name.startswith("pooler."):
@@ -157,7 +157,7 @@ def weights_sha256(model: nn.Module) -> str:
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """One number for what the tokenizer does, whatever length it was last asked to cut to."""
+    """Return one checksum of a tokenizer, without its last settings for truncation and padding."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     return sha256_json({key: value for key, value in state.items() if key not in ("truncation", "padding")})
 

@@ -1,4 +1,4 @@
-"""Load pretrained Transformers from their folders; nothing that a folder brings is ever run."""
+"""Load pretrained Transformers from their folders, and never run code from a folder."""
 
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,16 @@ import transformers
 
 from vecroute.encoders.finding import VIT, find, first_line, quiet
 
-# Without the first, transformers asks on standard input whether to run code, and the answer may be data.
+# Without trust_remote_code=False, transformers asks on standard input whether to run code, and would take
+# piped data as the answer.
 SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
 def load_model(name: str, folder: Path) -> Any:
-    """Load a Transformer without what only pools its hidden states.
+    """Load a Transformer without its pooler.
 
     Raises:
-        ValueError: a folder that transformers cannot read, weights that are missing, NaN or infinite.
+        ValueError: transformers cannot read the folder, or weights are missing, NaN or infinite.
     """
     try:
         with quiet():
@@ -24,9 +25,9 @@ def load_model(name: str, folder: Path) -> Any:
             model, info = transformers.AutoModel.from_pretrained(
                 folder, config=config, use_safetensors=True, output_loading_info=True, **SAFE
             )
-    except Exception as error:  # whatever a damaged folder does to transformers
+    except Exception as error:  # a damaged folder can make transformers raise any error
         raise ValueError(f"encoder {name!r} could not be loaded: {first_line(error)}") from error
-    # A pooler makes no hidden state, and checkpoints trained without one would get a random one here.
+    # No hidden state depends on the pooler, and a checkpoint without a pooler would get a random one here.
     if hasattr(model, "pooler"):
         model.pooler = None
     if hasattr(model, "use_head"):
@@ -42,7 +43,7 @@ def load_model(name: str, folder: Path) -> Any:
 
 def load_config(folder: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, **SAFE)
-    # A folder may name kernels to be fetched from the hub, which are code too.
+    # A configuration may name kernels on the hub. Kernels are code too, so drop the names.
     config._attn_implementation = config._experts_implementation = None
     return config
 
@@ -56,7 +57,7 @@ def load_tokenizer(name: str, folder: Path) -> Any:
 
 
 def load_image_processor(name: str, folder: Path) -> Any:
-    """The image processor of a vision encoder, the one on PIL and numpy, which is the same everywhere."""
+    """Load the image processor of a vision encoder: the variant that uses PIL, equal on all machines."""
     try:
         with quiet():
             return transformers.AutoImageProcessor.from_pretrained(folder, backend="pil", **SAFE)
@@ -65,10 +66,10 @@ def load_image_processor(name: str, folder: Path) -> Any:
 
 
 def takes_images(model: Any, revision: str | None) -> bool:
-    """Whether an encoder (name, folder or loaded model) is one of images.
+    """Return whether an encoder (name, folder or loaded model) takes images.
 
     Raises:
-        ValueError: a name or folder that is not there or damaged.
+        ValueError: the name or folder does not exist, or is damaged.
     """
     if model in ("minilm", VIT):
         return model == VIT
@@ -84,10 +85,10 @@ def takes_images(model: Any, revision: str | None) -> bool:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, None for the GPU if there is one.
+    """Return the given device, or for None the GPU if there is one.
 
     Raises:
-        ValueError: no device has that name, or it is not there.
+        ValueError: the device has no such name, or this machine does not have it.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,7 +102,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"device is {device!s}, but there is no GPU that torch can use")
     try:
         torch.zeros(1, device=found).item()
-    except (RuntimeError, NotImplementedError, AssertionError) as error:  # as when there is no such GPU
+    except (RuntimeError, NotImplementedError, AssertionError) as error:  # such as a GPU that is not there
         raise ValueError(f"device {device!s} cannot be used here: {first_line(error)}") from error
     return found
 
@@ -113,7 +114,7 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 
 def commit(model: Any, folder: Path | None, given: str | None) -> str | None:
-    """The commit on the hub that a model was fetched from, else the revision that was asked for."""
+    """Return the commit on the hub that a model was fetched from, else the given revision."""
     if folder is not None and folder.parent.name == "snapshots":
         return folder.name
     return getattr(model.config, "_commit_hash", None) or given

@@ -81,7 +81,7 @@ class TextEncoder:
     """
 
     model: Any
-    filled = 128  # positions that each batch has where it matters which: few, since texts have many lengths
+    filled = 128  # positions per batch where batches have a fixed shape; small, since texts have many lengths
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class VisionEncoder:
     """
 
     model: Any
-    filled = 1024  # positions that each batch has where it matters which; all images have one length
+    filled = 1024  # positions per batch where batches have a fixed shape; all images have the same length
     max_length, stride = None, 0  # only encoders of texts have these options; an image is one chunk
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checkpoints of training: sealed, checked before they are believed, and set aside if they are damaged."""
+"""Checkpoints of training: written with a checksum, checked when read, and renamed if they are damaged."""
 
 import logging
 import math
@@ -18,10 +18,10 @@ KIND = "checkpoint"
 
 @dataclass
 class Progress:
-    """How far training is; with the tensors of a checkpoint, all that is needed to go on."""
+    """The progress of training. Together with the tensors of a checkpoint, it is enough to resume."""
 
     epoch: int = 0
-    step: int = 0  # in the epoch
+    step: int = 0  # step within the epoch
     loss: float = 0.0  # sum over the steps of the epoch
     best: float = 0.0  # greatest validation accuracy so far
     kept: int = -1  # epoch whose weights are kept
@@ -29,10 +29,10 @@ class Progress:
     finished: bool = False
 
     def check(self, epochs: int, steps: int) -> None:
-        """Raise unless a run of so many epochs of so many steps can have come to this.
+        """Check that a run with these numbers of epochs and steps per epoch can have this progress.
 
         Raises:
-            ValueError: naming what cannot be.
+            ValueError: a field has an impossible value. The message names it.
         """
         kinds: dict[str, Any] = {"epoch": int, "step": int, "kept": int}
         kinds |= {"loss": float, "best": float, "finished": bool}
@@ -52,17 +52,17 @@ class Progress:
 
 
 def save_checkpoint(path: Path, run: str, progress: Progress, tensors: dict[str, Tensor]) -> None:
-    """Write a checkpoint, whole or not at all."""
+    """Write a checkpoint completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(path, tensors, {"kind": KIND, "run": run, "progress": asdict(progress)})
 
 
 def read_checkpoint(path: Path) -> tuple[str, Progress, dict[str, Tensor]]:
-    """The run, the progress and the tensors of a checkpoint.
+    """Read the key of the run, the progress and the tensors from a checkpoint.
 
     Raises:
-        ValueError: it is damaged, or no checkpoint.
-        OSError: it cannot be read.
+        ValueError: the file is damaged or not a checkpoint.
+        OSError: the file cannot be read.
     """
     tensors, about = load_tensors(path, KIND)
     try:
@@ -72,7 +72,7 @@ def read_checkpoint(path: Path) -> tuple[str, Progress, dict[str, Tensor]]:
 
 
 def check_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raise unless there is a tensor of finite numbers for every name, of the shape and dtype expected."""
+    """Check that every expected tensor is there, with its shape and dtype, and holds finite numbers."""
     if found.keys() != expected.keys():
         raise ValueError(f"tensor {min(found.keys() ^ expected.keys())!r} is missing or too many")
     for name, tensor in found.items():
@@ -83,14 +83,14 @@ def check_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 def set_aside(path: Path, why: Any) -> None:
-    """Give a damaged checkpoint another name, and tell."""
+    """Rename a damaged checkpoint, and log a warning."""
     aside = path.with_name(f"{path.name}.damaged")
     logger.warning("checkpoint %s is damaged (%s): it is now %s, training starts again", path, why, aside)
     os.replace(path, aside)
 
 
 def remove_finished(path: Path) -> None:
-    """Delete the checkpoint of a run that has come to its end."""
+    """Delete the checkpoint of a finished run."""
     remove_abandoned(path)
     try:
         finished = read_checkpoint(path)[1].finished

@@ -1,4 +1,4 @@
-"""How good predictions are: accuracy, F1, confusion and calibration."""
+"""Measure predictions: accuracy, F1, confusion and calibration."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from sklearn.metrics import (  # type: ignore[import-untyped]
 
 from vecroute.io.cells import visible
 
-BINS = 15  # of confidence, for the calibration error
-TOP = 5  # how often the label is among so many, where there are more classes
+BINS = 15  # bins of confidence, for the calibration error
+TOP = 5  # k of top-k accuracy, which is measured if there are more than k classes
 
 
 def evaluate(truth: Sequence[Any], classes: Sequence[Any], probabilities: np.ndarray) -> dict[str, Any]:
-    """Measures of the predictions for samples whose labels are known, of JSON types.
+    """Measure predictions for samples whose labels are known. Returns JSON types.
 
     Args:
-        truth: the label of each sample; labels are compared as strings, as files have them.
+        truth: the label of each sample. Labels are compared as strings, because files hold strings.
         classes: the label of each column of the probabilities.
         probabilities: [n, n_cls].
     """
@@ -27,7 +27,7 @@ def evaluate(truth: Sequence[Any], classes: Sequence[Any], probabilities: np.nda
     best = probabilities.argmax(1)  # [n]
     predicted = [names[k] for k in best]
     right = np.array([t == p for t, p in zip(truth, predicted, strict=True)])  # [n]
-    # Labels that the classifier does not know are always wrong, and shown.
+    # A label that the classifier does not know counts as wrong, and gets a row in the tables.
     every = names + sorted(set(truth) - set(names))
     scores = precision_recall_fscore_support(truth, predicted, labels=every, zero_division=0.0)
     columns = ("precision", "recall", "f1", "n")
@@ -50,26 +50,26 @@ def evaluate(truth: Sequence[Any], classes: Sequence[Any], probabilities: np.nda
 
 
 def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
-    """Mean distance of confidence and accuracy over bins of confidence [n], weighted by their samples."""
+    """Return the mean of |confidence - accuracy| over the bins, weighted by the samples in each bin."""
     gaps = [abs(mean - accuracy) * n for mean, accuracy, n in confidence_bins(confidence, right)]
     return sum(gaps) / len(right)
 
 
 def confidence_bins(confidence: np.ndarray, right: np.ndarray) -> list[tuple[float, float, int]]:
-    """Mean confidence, accuracy and number of samples of each bin of confidence [n] that has any."""
+    """Return mean confidence, accuracy and number of samples of each bin that is not empty."""
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)  # [n]
     members = [bins == k for k in np.unique(bins)]  # [n] each
     return [(float(confidence[m].mean()), float(right[m].mean()), int(m.sum())) for m in members]
 
 
 def show(result: dict[str, Any], samples: str = "texts") -> None:
-    """Print what ``evaluate`` measured as tables."""
+    """Print the result of ``evaluate`` as tables."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    names = [escape(visible(name)) for name in result["labels"]]  # neither markup nor control characters
+    names = [escape(visible(name)) for name in result["labels"]]  # without markup and control characters
     for key in ("accuracy", "top5_accuracy", "macro_f1", "calibration_error"):
         if key in result:
             name = {"top5_accuracy": "top-5 accuracy", "macro_f1": "macro F1"}.get(key, key.replace("_", " "))

@@ -30,7 +30,7 @@ from vecroute.training.sampling import compact, drop_features, drop_inputs, mix,
 logger = logging.getLogger(__name__)
 
 WARM_UP = 0.1  # share of the steps in which the learning rate rises from 0; then it falls to 0 along a cosine
-AVERAGED_STEPS = 100  # validation and the final weights use a running mean over about so many steps
+AVERAGED_STEPS = 100  # validation and the final weights use a running mean over about this many steps
 CLIP_NORM = 1.0
 FEWEST_TO_JUDGE_BY = 100  # with fewer validation samples, the accuracy decides nothing
 BATCH_BYTES = 128 * 1024**2  # size of the padded hidden states that go through the head at once
@@ -83,8 +83,11 @@ class Trainer:
         self.task, self.recipe, self.accelerator = task, recipe, accelerator
         self.checkpoint, self.checkpoint_seconds = checkpoint, checkpoint_seconds
         self.given = self.head = head.to(accelerator.device)
-        self.rank, self.world = accelerator.process_index, accelerator.num_processes  # that share the samples
-        self.mesh: DeviceMesh | None = None  # of those that share the positions of each
+        self.rank, self.world = (
+            accelerator.process_index,
+            accelerator.num_processes,
+        )  # the processes that share the samples
+        self.mesh: DeviceMesh | None = None  # the processes that share the positions of each sample
         if recipe.shard_inputs:
             if self.world == 1:
                 raise ValueError("shard_inputs needs several processes, started with torchrun, got one")
@@ -104,7 +107,7 @@ class Trainer:
         self.kept = {name: p.clone() for name, p in self.average.items()}
         self.progress = Progress()
         batches = math.ceil(len(task.train) / recipe.batch_size)
-        self.steps = math.ceil(batches / self.world)  # in an epoch
+        self.steps = math.ceil(batches / self.world)  # steps per epoch
         self.epochs = recipe.max_epochs or epochs_for(self.steps, task.targets.shape[1])
         self.saved_at, self.writable = time.monotonic(), True
         if checkpoint is not None:
@@ -284,7 +287,7 @@ class Trainer:
         except OSError as error:  # training continues on a full disk, with one warning
             if self.writable:
                 logger.warning(
-                    "checkpoint %s cannot be written (%s): going on without", self.checkpoint, error
+                    "checkpoint %s cannot be written (%s): training continues without", self.checkpoint, error
                 )
             self.writable = False
         self.saved_at = time.monotonic()
@@ -328,7 +331,7 @@ class Trainer:
                 set_aside(path, damage)
             return
         self.restore(progress, tensors)
-        logger.info("going on from %s: epoch %d, step %d", path, progress.epoch + 1, progress.step)
+        logger.info("resuming from %s: epoch %d, step %d", path, progress.epoch + 1, progress.step)
 
     def restore(self, progress: Progress, tensors: dict[str, Tensor]) -> None:
         self.progress = progress

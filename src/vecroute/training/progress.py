@@ -7,7 +7,10 @@ from typing import Any
 
 @contextmanager
 def progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
-    """A bar on standard error, if it is to be shown; called with what is done and what stands beside it."""
+    """Show a bar on standard error if show=True.
+
+    Yields a function ``update(done, **beside)``: the number of finished steps, and values to print beside.
+    """
     if not show:
         yield lambda done, **beside: None
         return

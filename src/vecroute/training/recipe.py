@@ -33,8 +33,8 @@ class Recipe:
         drop_features: share of the features that each step sets to zero in all hidden states of a sample.
         mixup: parameter of the beta distribution by which pairs of samples are mixed, 0 for no mixup.
         label_smoothing: share of each target that is spread over all classes.
-        patience: training stops after so many consecutive epochs whose validation accuracy was worse than the
-            best by more than its standard error, if there are 100 validation samples or more.
+        patience: training stops after this many consecutive epochs whose validation accuracy was worse than
+            the best by more than its standard error, if there are 100 validation samples or more.
         mixed_precision: "auto" (bfloat16 on GPUs), "bf16" or "no".
         shard_inputs: True to divide the positions of each sample among the processes, instead of the samples.
             Use it for samples too long for one device.
