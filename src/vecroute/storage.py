@@ -1,4 +1,4 @@
-"""Optional packages, and files and folders that are written whole or not at all."""
+"""Import optional packages, and write files and folders completely or not at all."""
 
 import ctypes
 import hashlib
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def require(package: str, extra: str) -> ModuleType:
-    """Import an optional package, or say which extra brings it.
+    """Import an optional package, or name the extra that installs it.
 
     Raises:
         ImportError: the package is not installed.
@@ -31,20 +31,20 @@ def require(package: str, extra: str) -> ModuleType:
         raise ImportError(f"this needs {top}: pip install 'vecroute[{extra}]'") from error
 
 
-ABANDONED_AFTER = 3600  # seconds; a temporary file that old belongs to a process that died
-RENAME_EXCHANGE, AT_FDCWD = 2, -100  # of Linux
+ABANDONED_AFTER = 3600  # seconds; an older temporary file belongs to a dead process
+RENAME_EXCHANGE, AT_FDCWD = 2, -100  # constants of Linux
 
 
 def save_tensors(path: str | os.PathLike, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """Write tensors and a JSON description to one file, whole or not at all.
+    """Write tensors and a JSON description to one file, completely or not at all.
 
     Args:
-        path: the file; what was there is replaced.
+        path: the file. An existing file is replaced.
         tensors: named tensors.
         about: the description, of JSON types; ``about["kind"]`` says what the file holds.
     """
     safetensors = require("safetensors.torch", "data")
-    # Tensors may be views of one another, which the format does not allow.
+    # The format allows no tensors that share memory, and some of these may be views of others.
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     described = json.dumps(about)
     seal = {"vecroute": described, "sha256": seal_of(whole, described)}
@@ -52,7 +52,7 @@ def save_tensors(path: str | os.PathLike, tensors: dict[str, Tensor], about: dic
 
 
 def seal_of(tensors: dict[str, Tensor], described: str) -> str:
-    """One number for tensors, their names and their description."""
+    """Return one checksum of the tensors, their names and their description."""
     digest = hashlib.sha256(described.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -61,7 +61,7 @@ def seal_of(tensors: dict[str, Tensor], described: str) -> str:
 
 
 def write_file(path: str | os.PathLike, data: bytes) -> None:
-    """Write a file, whole or not at all; what was there is replaced."""
+    """Write a file completely or not at all. An existing file is replaced."""
     temporary = temporary_place(path)
     try:
         with open(temporary, "xb") as file:
@@ -75,30 +75,30 @@ def write_file(path: str | os.PathLike, data: bytes) -> None:
 
 
 def temporary_place(path: str | os.PathLike) -> Path:
-    """Where a file or folder is written before it gets its name."""
+    """Return the temporary name under which a file or folder is written before it is renamed."""
     return Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}")
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove what processes that were killed while they wrote this file or folder have left beside it."""
+    """Remove temporary files that killed processes left beside this file or folder."""
     pattern = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}(.old)?")
     for left in path.parent.glob(".*") if path.parent.is_dir() else ():
         try:
             if pattern.fullmatch(left.name) and time.time() - left.lstat().st_mtime > ABANDONED_AFTER:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-        except OSError:  # it is gone, or not ours
+        except OSError:  # another process removed it, or it belongs to another user
             continue
 
 
 def put_folder(new: Path, folder: Path) -> None:
-    """Give a folder its name; the folder that has this name already is removed, after that.
+    """Rename a new folder to its final name, and remove the old folder of that name afterwards.
 
-    On Linux both happen in one step: at any moment the name belongs to the old folder or to the new one.
+    On Linux the names are swapped in one step, so at any moment the name belongs to one complete folder.
     """
     if not folder.exists():
         new.rename(folder)
         return
-    if not exchanged(new, folder):  # another system, or a file system that cannot
+    if not exchanged(new, folder):  # not on Linux, or the file system cannot
         old = new.with_name(f"{new.name}.old")
         folder.rename(old)
         try:
@@ -111,7 +111,7 @@ def put_folder(new: Path, folder: Path) -> None:
 
 
 def exchanged(one: Path, other: Path) -> bool:
-    """Whether two folders could be given the names of each other in one step."""
+    """Swap the names of two folders in one step, and return whether this was possible."""
     if sys.platform != "linux":
         return False
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
@@ -121,10 +121,10 @@ def exchanged(one: Path, other: Path) -> bool:
 
 
 def load_tensors(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what ``save_tensors`` wrote.
+    """Read a file that ``save_tensors`` wrote.
 
     Raises:
-        ValueError: the file holds something else than ``kind``, or is damaged.
+        ValueError: the file is damaged or does not hold ``kind``.
     """
     safetensors = require("safetensors", "data")
     try:
@@ -141,7 +141,7 @@ def load_tensors(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor],
         raise ValueError(f"path must be a file of {kind}, the description in {path} is damaged") from None
     if found != kind:
         raise ValueError(f"path must be a file of {kind}, {path} holds {found}")
-    # Files of earlier versions have no seal.
+    # Files of earlier versions have no checksum.
     if seal and seal != {"sha256": seal_of(tensors, described)}:
         raise ValueError(f"path must be a file of {kind}, {path} is damaged: its sha256 differs")
     return tensors, about

@@ -8,18 +8,18 @@ from typing import Any
 
 from vecroute.io.cells import visible
 
-N_CLASSES = 50  # named in the card
+N_CLASSES = 50  # the card names at most this many
 MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~>-])")
 # Options of the training that a reader may want to know.
 OPTIONS = ("head", "max_epochs", "batch_size", "lr", "label_smoothing", "validation_fraction", "random_state")
 
 
 def model_card(config: dict[str, Any], name: str = "path/to/this/folder") -> str:
-    """README.md for the configuration of a classifier.
+    """Write README.md for the configuration of a classifier.
 
     Args:
-        config: contents of config.json. Names of classes and of data may be anything: they are escaped.
-        name: how the example loads the classifier.
+        config: contents of config.json. Names of classes and data are escaped, because they may be any text.
+        name: the name from which the example in the card loads the classifier.
     """
     task, example, position = (
         ("image", "some.jpg", "patch") if config["samples"] == "images" else ("text", "some text", "token")
@@ -60,12 +60,12 @@ The encoder is not part of this folder. It is loaded by its name, and its files 
 - It repeats biases of its training data and of its encoder. Test it on your own data first:
   `vecroute evaluate`.
 - Probabilities may be too sure on other data. `vecroute evaluate` measures how well they are calibrated.
-- An explanation tells what the score was computed from, not what a class means.
+- An explanation tells what the classifier used, not what is true of the world.
 """
 
 
 def front_matter(config: dict[str, Any], task: str) -> str:
-    """Metadata of the hub, in YAML; a string is written as JSON, which YAML understands."""
+    """Write the metadata for the hub as YAML. Strings are written as JSON, which is valid YAML."""
     lines = [
         "library_name: vecroute",
         f"pipeline_tag: {task}-classification",
@@ -89,7 +89,7 @@ def front_matter(config: dict[str, Any], task: str) -> str:
 
 
 def table(config: dict[str, Any]) -> str:
-    """What it learned from, how, and how well."""
+    """Write a table of the training data, the options and the accuracy."""
     n, accuracy, encoder = config["n_texts"], config["validation_accuracy"], config["encoder"]
     samples = config["samples"]
     name = Path(encoder["name"]).name if Path(encoder["name"]).is_absolute() else encoder["name"]
@@ -115,5 +115,5 @@ def named(classes: list[Any]) -> str:
 
 
 def escaped(value: Any) -> str:
-    """Text that Markdown and HTML show as it is, in one line."""
+    """Escape a text so that Markdown and HTML show it literally, in one line."""
     return MARKDOWN.sub(r"\\\1", html.escape(visible(str(value)), quote=False))

@@ -1,4 +1,4 @@
-"""Columns of Hugging Face datasets, known by what they offer, so that their package is not needed."""
+"""Read columns of Hugging Face datasets, without importing their package: duck typing recognises them."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ TEXTS, IMAGES, LABELS = ("text", "sentence"), ("image", "img"), ("label", "label
 
 
 def is_dataset(X: Any) -> bool:
-    """Whether it is a ``datasets.Dataset``."""
+    """Return whether X is a ``datasets.Dataset``."""
     return hasattr(X, "features") and hasattr(X, "column_names") and hasattr(X, "__getitem__")
 
 
 def is_splits(X: Any) -> bool:
-    """Whether it is a ``datasets.DatasetDict``: datasets by the names of their splits."""
+    """Return whether X is a ``datasets.DatasetDict``: a dict of datasets by split name."""
     return isinstance(X, dict) and bool(X) and all(is_dataset(part) for part in X.values())
 
 
 def samples_of(X: Any, images: bool) -> Any:
-    """The column of texts, or of images, of a dataset; anything else as it is.
+    """Return the column of texts or images of a dataset, and anything else unchanged.
 
     Raises:
-        ValueError: no column fits, or several fit; or X has splits, and the caller must choose one of them.
+        ValueError: no column fits, several fit, or X has splits and the caller must choose one.
     """
     if is_splits(X):
         raise ValueError(f"X must be one split of the dataset, such as X[{min(X)!r}], got {sorted(X)}")
@@ -34,10 +34,10 @@ def samples_of(X: Any, images: bool) -> Any:
 
 
 def labels_of(X: Any) -> np.ndarray:
-    """The column of labels of a dataset, by the names of its classes where it has such names.
+    """Return the labels of a dataset, as class names if the dataset has names for its classes.
 
     Raises:
-        ValueError: no column, or several, could be meant; or a label is missing, -1 in datasets.
+        ValueError: no column fits, several fit, or a label is missing (-1 in datasets).
     """
     typed = [name for name, feature in X.features.items() if hasattr(feature, "int2str")]
     column = choose(X, LABELS, typed, "labels")
@@ -51,7 +51,7 @@ def labels_of(X: Any) -> np.ndarray:
 
 
 def samples_and_labels(X: Any, y: Any, validation: Any, images: bool) -> tuple[Any, Any, Any]:
-    """X, y and validation of ``fit``, where X may be a dataset, or splits, such as "train"."""
+    """Return X, y and validation of ``fit``, where X may be a dataset or a dict of splits such as "train"."""
     if is_splits(X):
         if "train" not in X:
             raise ValueError(f"X must have the split 'train', got {sorted(X)}")
@@ -72,7 +72,7 @@ def is_of(feature: Any, images: bool) -> bool:
 
 
 def choose(X: Any, known: tuple[str, ...], typed: list[str], kind: str) -> str:
-    """The column with one of the known names, else the only one of its type."""
+    """Return the column with one of the known names, else the only column of the right type."""
     found = [name for name in known if name in X.column_names] or typed
     if len(found) != 1 and not (found and found[0] in known):
         hint = f"name one of them {known[0]!r} by rename_column"

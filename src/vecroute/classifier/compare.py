@@ -14,15 +14,15 @@ from vecroute.heads import HEADS
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.training.loop import BATCH_BYTES, make_accelerator
 
-WIDTH = 100  # of the table, in characters
-FLIPS = 10_000  # of signs, for the paired test
+WIDTH = 100  # width of the table in characters
+FLIPS = 10_000  # random sign flips in the paired test
 
 
 class Result(NamedTuple):
-    """What one fitted classifier does."""
+    """The test result of one fitted classifier."""
 
-    right: np.ndarray  # [n] whether each test text is classified right
-    seconds: float  # to fit
+    right: np.ndarray  # [n] True where a test text is classified correctly
+    seconds: float  # time to fit
     parameters: int
 
 
@@ -73,7 +73,7 @@ def compare(
     accelerator = make_accelerator(options.get("device"))
     prepared = RoutingClassifier(**options)._features([*texts, *tested], accelerator)
     features = Features(prepared.encoder, tested, prepared.cache)
-    results: list[list[Result]] = []  # of each head with every seed
+    results: list[list[Result]] = []  # for each head, one per seed
     for head in heads:
         results.append([])
         for seed in range(seeds):

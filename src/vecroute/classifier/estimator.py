@@ -44,7 +44,7 @@ from vecroute.training.recipe import FEW, WEIGHT_DECAY_OF_FEW
 
 logger = logging.getLogger(__name__)
 
-WINDOW_CHARACTERS = 1_000_000  # of texts that are tokenized at a time
+WINDOW_CHARACTERS = 1_000_000  # characters of text tokenized at a time
 WINDOW_IMAGES = 256
 
 
@@ -159,7 +159,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         return tags
 
     def __getstate__(self):
-        # The encoder can be loaded again, unless it came as an object.
+        # Drop the encoder, which can be loaded again, unless it was given as an object.
         state = dict(super().__getstate__())
         if isinstance(self.encoder, str | Path):
             state.pop("encoder_", None)
@@ -266,8 +266,9 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             of: "words" explains the words that the encoder read, through the frozen encoder. "states"
                 explains the hidden states of each token and depth, which the head read, with the credit phi
                 if the head routes. A hidden state also depends on the other words.
-            samples: 0 explains the text itself. An even number explains means over so many random sub-texts,
-                which is slower and more faithful. Their sum differs from the score by ``not_explained``.
+            samples: 0 explains the text itself. An even number explains means over this many random
+                sub-texts, which is slower and more faithful. Their sum differs from the score by
+                ``not_explained``.
             by_depth: True to split the value of each word by the depth of the hidden states it goes through.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Explanations of what a classifier predicts: checked arguments in, explanations out."""
+"""Explain the predictions of a classifier: check the arguments and make explanations."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,7 @@ def explain(
 def which_outputs(
     classifier: Any, texts: Any, classes: Sequence[Any] | None, images: bool
 ) -> list[list[int]]:
-    """The numbers of the classes to explain of each sample."""
+    """Return the indices of the classes to explain, for each sample."""
     known = classifier.classes_.tolist()
     if classes is None and images and len(known) > N_EXPLAINED:
         return classifier._scores(texts).topk(N_EXPLAINED).indices.tolist()

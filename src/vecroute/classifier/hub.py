@@ -1,4 +1,4 @@
-"""Whole classifiers on the Hugging Face hub: push one, and load one by its name."""
+"""Push a classifier to the Hugging Face hub, and load one by its name."""
 
 import logging
 import re
@@ -47,21 +47,22 @@ def push(
 
 
 def find(folder: str | Path, revision: str | None) -> Path:
-    """The folder of a classifier: the given one, or a copy of the one that has this name on the hub.
+    """Return the folder of a classifier: the given folder, or a local copy of this name on the hub.
 
     Raises:
-        ValueError: it is neither a folder that is there nor a name that the hub knows.
+        ValueError: there is neither such a folder nor such a name on the hub.
     """
     place, name = Path(folder), str(folder)
-    # Where there is a folder of the owner's name, a folder is meant: a mistake in its name is said at once.
+    # If a local folder has the owner's name, the user means a folder. So a typing error is reported at once,
+    # without asking the hub.
     if place.exists() or place.parent.exists() or not NAME.fullmatch(name):
         if revision is not None and place.exists():
             raise ValueError(f"revision is for names on the hub, {folder} is a folder")
-        return place  # reading it says what is wrong
+        return place  # the caller reads the folder, and reports what is wrong with it
     hub = require("huggingface_hub", "hf")
     try:
         return Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
-    except Exception as error:  # of the network, of the hub, or of its files: each has its own type
+    except Exception as error:  # network, hub and files each raise errors of their own
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
             f"{name} is no folder that is there, and could not be loaded from the hub: {lines[0]}"

@@ -1,4 +1,4 @@
-"""Texts and labels as people have them: checked, and turned into what training takes."""
+"""Check texts and labels in all the forms users have them, and convert them for training."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -13,23 +13,23 @@ from torch import Tensor
 from vecroute.io.cells import is_missing
 from vecroute.training.recipe import FEW
 
-N_EXAMPLES = 3  # texts that a classifier may store
-FEWEST_VALIDATED = 10  # samples below which a validation split would say nothing
+N_EXAMPLES = 3  # a classifier stores at most this many texts
+FEWEST_VALIDATED = 10  # with fewer validation samples, an accuracy means nothing
 
 
 class Labels(NamedTuple):
-    """The classes there are and which of them each sample has."""
+    """All classes, and the classes of each sample."""
 
     classes: np.ndarray  # [n_cls]
     targets: Tensor  # [n, n_cls], 1 at the classes of a sample
 
 
 def check_texts(X: Any, name: str = "X", first: int = 0) -> list[str]:
-    """The texts as a list of strings; errors call them by the name and count rows from the first.
+    """Convert texts to a list of strings. Errors use the given name and count rows from ``first``.
 
     Raises:
-        TypeError: one string instead of several, or something that is no text.
-        ValueError: no texts, a missing or an empty one.
+        TypeError: X is a single string, or a row is not a string.
+        ValueError: X is empty, or a text is missing or empty.
     """
     if isinstance(X, str):
         raise TypeError(f"{name} must be a list of texts, got one string: put it in a list")
@@ -53,14 +53,15 @@ def check_texts(X: Any, name: str = "X", first: int = 0) -> list[str]:
 
 
 def check_labels(y: Any, n: int, name: str = "y") -> Labels:
-    """One label for each of n texts; errors call them by the name.
+    """Check labels, one for each of n texts. Errors use the given name.
 
     Raises:
-        ValueError: another number of labels, a missing one, one class only, or a class with one example.
+        ValueError: the number of labels differs, a label is missing, there is only one class, or a class has
+            only one example.
     """
     labels = np.asarray(y)
     if labels.dtype.kind in "US" and not hasattr(y, "dtype"):
-        labels = np.asarray(y, dtype=object)  # strings would make a class "nan" of a missing label
+        labels = np.asarray(y, dtype=object)  # as strings, a missing label would become the class "nan"
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1:
@@ -87,7 +88,7 @@ def check_labels(y: Any, n: int, name: str = "y") -> Labels:
 
 
 def check_label_sets(y: Any, n: int) -> Labels:
-    """Any number of labels for each of n texts: collections of labels, or a table of zeros and ones."""
+    """Check any number of labels for each of n texts: collections of labels, or a table of zeros and ones."""
     if hasattr(y, "columns"):
         classes, table = np.asarray(y.columns), np.asarray(y)
     else:
@@ -123,7 +124,7 @@ def check_count(n_labels: int, n_texts: int) -> None:
 
 
 def is_table(rows: list) -> bool:
-    """Whether rows are zeros and ones, as many in each."""
+    """Return whether all rows have the same length and hold only zeros and ones."""
     return (
         len({len(row) if isinstance(row, list | tuple) else -1 for row in rows}) == 1
         and isinstance(rows[0], list | tuple)
@@ -135,10 +136,10 @@ def is_table(rows: list) -> bool:
 def split(
     labels: Labels, fraction: float | None, seed: int, multi_label: bool
 ) -> tuple[list[int], list[int]]:
-    """Samples to learn from, and a fraction of them, with all classes alike, to validate on.
+    """Split samples into those for training and a stratified fraction for validation.
 
-    There is no validation where so few samples would say nothing. None is for a tenth, unless samples are
-    so few that all are needed to learn from.
+    A fraction of None means a tenth, or none at all if there are few samples. If the fraction has too few
+    samples to measure an accuracy, all samples are used for training.
     """
     if fraction is not None and not 0 <= fraction < 1:
         raise ValueError(f"validation_fraction must be from 0 to less than 1, got {fraction}")
@@ -154,14 +155,14 @@ def split(
 
 
 def examples(samples: list[Any], labels: Labels) -> list[str]:
-    """Up to three texts, the first of each class before the second of any; none where samples are images."""
-    rank = (labels.targets.cumsum(0) * labels.targets).amax(1)  # [n] how many of its class came so far
+    """Return up to three texts: the first of each class, then the second of each. Images give none."""
+    rank = (labels.targets.cumsum(0) * labels.targets).amax(1)  # [n] samples of its class so far
     order = rank.argsort(stable=True).tolist()
     return list(dict.fromkeys(samples[k] for k in order if isinstance(samples[k], str)))[:N_EXAMPLES]
 
 
 def class_weights(wanted: Any, labels: Labels, multi_label: bool) -> Tensor | None:
-    """[n_cls] by which the loss of each class is multiplied: None, "balanced", or a dict by label."""
+    """Return the factors [n_cls] for the loss of each class, from None, "balanced" or a dict by label."""
     if wanted is None:
         return None
     if multi_label and wanted == "balanced":

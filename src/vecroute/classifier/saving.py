@@ -1,4 +1,4 @@
-"""A classifier as a folder: config.json, model.safetensors and a model card, never pickle."""
+"""Save a classifier to a folder and load it: config.json, model.safetensors, a model card, never pickle."""
 
 import hashlib
 import json
@@ -21,10 +21,10 @@ from vecroute.storage import put_folder, remove_abandoned, temporary_place, writ
 
 FORMAT = "vecroute.RoutingClassifier"
 FILES = {"config.json", "model.safetensors", "README.md"}
-CONFIG_BYTES = 64 * 1024**2  # no configuration is as long
-INSIDE = "./"  # begins the name of an encoder that lies in the folder of the classifier
+CONFIG_BYTES = 64 * 1024**2  # a longer config.json is refused
+INSIDE = "./"  # prefix in config.json of an encoder inside the classifier's folder
 ENCODER_OPTIONS = ("depths", "max_length", "stride", "special_tokens")
-# What belongs to a place or a run, not to the classifier; and what is saved with the encoder.
+# Parameters that belong to a machine or a run, not to the classifier, or that are saved with the encoder.
 NOT_SAVED = {"cache", "cache_bytes", "checkpoint", "device", "verbose", "class_weight"}
 NOT_SAVED |= {"encoder", "revision", *ENCODER_OPTIONS}
 # The entries of a configuration and their types. Predictions depend on all of these parameters.
@@ -37,7 +37,7 @@ PARAMS: dict[str, Any] = {"head": str, "head_options": dict | None, "multi_label
 
 
 def save_classifier(classifier: Any, folder: Path, overwrite: bool, about: dict) -> None:
-    """Write to a temporary folder beside, then give it its name."""
+    """Write the classifier to a temporary folder beside the target, then rename it."""
     folder = Path(os.path.abspath(folder))
     inside = place_inside(classifier.encoder_.name, folder)
     check_place(folder, overwrite, inside)
@@ -45,7 +45,7 @@ def save_classifier(classifier: Any, folder: Path, overwrite: bool, about: dict)
     if inside is not None:
         config["encoder"]["name"] = INSIDE + inside.as_posix()
     weights = {name: p.detach().cpu().contiguous() for name, p in classifier.head_.state_dict().items()}
-    # Each file knows the other, so that a change to one of them shows.
+    # Each file holds a checksum of the other, so that a change to one of them is noticed.
     data = save(weights, {"config_sha256": config_sha256(config)})
     config["model_sha256"] = hashlib.sha256(data).hexdigest()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -64,15 +64,15 @@ def save_classifier(classifier: Any, folder: Path, overwrite: bool, about: dict)
 
 
 def check_place(folder: Path, overwrite: bool, inside: Path | None = None) -> None:
-    """Raise unless a classifier may be written to a folder.
+    """Check that a classifier may be written to a folder.
 
     Args:
-        folder: it may not exist, unless ``overwrite``; then it may be the folder of another classifier.
-        overwrite: whether to replace that.
-        inside: where in the folder the encoder lies, which stays there.
+        folder: a folder that does not exist yet. With overwrite=True it may be the folder of a classifier.
+        overwrite: True to replace that classifier.
+        inside: the place of the encoder inside the folder. The encoder stays there.
 
     Raises:
-        ValueError: a file, a link, or a folder that is not vecroute's own.
+        ValueError: the folder exists, or it is a file, a link, or a folder that holds other files.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"{folder} is a {'link' if folder.is_symlink() else 'file'}: choose another folder")
@@ -94,14 +94,14 @@ def check_place(folder: Path, overwrite: bool, inside: Path | None = None) -> No
 
 
 def place_inside(encoder: str, folder: Path) -> Path | None:
-    """Where in a folder the encoder lies, None if it lies elsewhere."""
+    """Return the place of the encoder relative to the folder, None if it is elsewhere."""
     place, folder = Path(encoder).expanduser().resolve(), folder.resolve()
     found = place.is_dir() and place != folder and place.is_relative_to(folder)
     return place.relative_to(folder) if found else None
 
 
 def link(source: str, target: str) -> None:
-    """The same file under one more name, or a copy where that cannot be."""
+    """Make a hard link to a file, or a copy if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -109,7 +109,7 @@ def link(source: str, target: str) -> None:
 
 
 def describe(classifier: Any, about: dict) -> dict[str, Any]:
-    """All that is needed to build the classifier again, and where it comes from."""
+    """Return everything needed to build the classifier again, and its origin."""
     encoder, params = classifier.encoder_, classifier.get_params(deep=False)
     return {
         "format": FORMAT,
@@ -134,7 +134,7 @@ def describe(classifier: Any, about: dict) -> dict[str, Any]:
 
 
 def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, verbose: bool | None) -> Any:
-    """Read, check and build; see ``RoutingClassifier.from_pretrained``."""
+    """Read and check a folder, and build the classifier; see ``RoutingClassifier.from_pretrained``."""
     config = read_config(folder)
     weights = read_weights(folder, config)
     check_config(cls, folder, config)
@@ -166,7 +166,7 @@ def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, v
 
 
 def load_head(classifier: Any, folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
-    """The head with its weights; whether they fit is known before any memory is taken."""
+    """Build the head with its weights. Their shapes are checked before memory is allocated."""
     try:
         with torch.device("meta"):
             head = classifier._new_head(classifier.encoder_, len(classifier.classes_))
@@ -182,7 +182,7 @@ def load_head(classifier: Any, folder: Path, config: dict[str, Any], weights: di
 
 
 def encoder_place(folder: Path, name: str) -> str:
-    """The name of the encoder, or where in the folder of the classifier it lies."""
+    """Return the name of the encoder, or its place if it is inside the classifier's folder."""
     if not name.startswith(INSIDE):
         return name
     place = Path(name.removeprefix(INSIDE))
@@ -192,7 +192,7 @@ def encoder_place(folder: Path, name: str) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Read config.json."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder with a classifier")
     path = folder / "config.json"
@@ -211,7 +211,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(cls: Any, folder: Path, config: dict[str, Any]) -> None:
-    """Raise for a configuration with missing or wrong keys, even if its seal is right."""
+    """Raise an error for missing or wrong keys, even if the checksum is right."""
     mistake = f"config.json in {folder} is not the configuration of a classifier: "
     check_entries(config, ENTRIES, mistake)
     check_entries(config["encoder"], ENCODER_ENTRIES, f"{mistake}encoder: ")
@@ -236,7 +236,7 @@ def check_entries(found: dict[str, Any], expected: dict[str, Any], mistake: str)
 
 
 def read_weights(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights of the head, after checking that both files are as they were written."""
+    """Read the weights of the head, and check that neither file has changed since it was written."""
     path = folder / "model.safetensors"
     if not path.is_file():
         raise ValueError(f"{folder} has no classifier: model.safetensors is missing")

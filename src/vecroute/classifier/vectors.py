@@ -1,4 +1,4 @@
-"""The vector of a text: what the last layer of a head reads."""
+"""The vector of a text: the input of the last layer of a head."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from vecroute.heads import RoutingHead
 
 
 def vectors(head: Any, hidden_states: Tensor, input_mask: Tensor) -> Tensor:
-    """The vectors that the last layer reads, side by side.
+    """Return the vectors that the last layer reads, concatenated.
 
     Args:
         head: a ``RoutingHead``, whose last layer reads n_hid hidden vectors, or a ``PoolingHead``, whose last
@@ -34,7 +34,7 @@ def n_vector(head: Any) -> int:
 
 
 def last_of(head: Any) -> Any:
-    """The last routing of a ``RoutingHead``, the layers after the pool of a ``PoolingHead``."""
+    """Return the last routing of a ``RoutingHead``, or the layers after the pool of a ``PoolingHead``."""
     if not isinstance(head, RoutingHead):
         return head.classify
     network: Any = head.network

@@ -1,4 +1,4 @@
-"""Both demos: fit a classifier, or load it from an earlier run, and compare it with baselines."""
+"""Shared by both demos: fit a classifier, or load it from an earlier run, and compare it with baselines."""
 
 import json
 import shlex
@@ -42,14 +42,14 @@ def fitted(
     strengths: Sequence[float] = (0.01,),
     about: dict[str, Any] | None = None,
 ) -> tuple[RoutingClassifier, dict[str, Any]]:
-    """The classifier, fitted, and what was measured; both from an earlier run if they are there.
+    """Return a fitted classifier and its measures, both from an earlier run if the folder has them.
 
     Args:
-        out: folder for both.
+        out: the folder for both.
         new: the classifier to fit.
-        train, test: what to fit and to measure it on.
+        train, test: samples for fitting and for measuring.
         strengths: see ``baselines``.
-        about: to remember with the classifier.
+        about: information to save with the classifier.
     """
     model, measured = out / "model", out / "results.json"
     if model.exists() and measured.exists():
@@ -70,12 +70,15 @@ def fitted(
 def baselines(
     classifier: RoutingClassifier, train: Samples, test: Samples, strengths: Sequence[float]
 ) -> dict[str, float]:
-    """Accuracy of logistic regression on means over tokens or patches, same encoder, same split.
+    """Measure logistic regression on means over tokens or patches, with the same encoder and split.
 
-    The strength C is the one that is best on a tenth of the training samples.
+    The regularisation strength C is chosen on a tenth of the training samples.
     """
     encoder = classifier.encoder_
-    cache, n_special = classifier._open_cache(encoder), getattr(encoder, "n_special", 0)  # [CLS] is no patch
+    cache, n_special = (
+        classifier._open_cache(encoder),
+        getattr(encoder, "n_special", 0),
+    )  # [CLS] is not a patch
     means = []
     for samples in (train, test):
         features = Features(encoder, samples.items, cache)
@@ -113,7 +116,7 @@ def next_steps(console: Console, commands: dict[str, Sequence[Any]]) -> None:
 
 
 def program() -> str:
-    """How to start ``vecroute`` again: by its name where that is found, else by its path."""
+    """Return the command that starts ``vecroute`` again: its name if the shell finds it, else its path."""
     started = Path(sys.argv[0])
     if started.name != "vecroute":  # python -m vecroute
         return f"{shlex.quote(sys.executable)} -m vecroute"

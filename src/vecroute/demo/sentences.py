@@ -1,4 +1,4 @@
-"""The demo: film review sentences, a fitted classifier beside logistic regression, and a few explanations."""
+"""The demo: classify film review sentences, compare with logistic regression, and explain a few sentences."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -17,17 +17,17 @@ TEST_FRACTION, EXAMPLES = 0.2, 4
 
 
 def sentence_polarity() -> pd.DataFrame:
-    """10,662 sentences of film reviews, columns text and label; see NOTICE.md beside the file."""
+    """Load 10,662 sentences of film reviews, columns text and label; NOTICE.md beside the file cites them."""
     with (files("vecroute") / "assets/sentence_polarity.csv.gz").open("rb") as file:
         return pd.read_csv(file, compression="gzip", dtype=str, keep_default_na=False)
 
 
 def run(out: Path) -> None:
-    """Fit on four fifths of the sentences, measure on the rest, show and write it all.
+    """Fit four fifths of the sentences, measure on the rest, print the results and write them to files.
 
     Args:
         out: folder for ``model/``, ``report.md``, ``results.json``, ``test.csv`` with the held-out sentences
-            and a page for each explanation. What is there from an earlier run is used again.
+            and a page for each explanation. Files of an earlier run are used again.
     """
     console, table = Console(), sentence_polarity()
     train, test = train_test_split(table, test_size=TEST_FRACTION, random_state=SEED, stratify=table["label"])
@@ -67,7 +67,7 @@ def run(out: Path) -> None:
 
 
 def report(results: dict[str, Any], explanations: list) -> str:
-    """The results and explanations as Markdown."""
+    """Write the results and explanations as Markdown."""
     rows = "\n".join(f"| {name} | {accuracy:.1%} |" for name, accuracy in results["accuracies"].items())
     examples = []
     for number, why in enumerate(explanations, 1):

@@ -1,4 +1,4 @@
-"""The demo on images: shapes drawn on photos, so that where a map should point is known."""
+"""The demo on images: shapes drawn on photos, so that we know where a map should point."""
 
 import io
 import json
@@ -21,9 +21,9 @@ from vecroute.storage import write_file
 
 SHAPES = ("circle", "cross", "square", "star", "triangle")
 N_TRAIN, N_TEST, N_POINTED = 2000, 500, 100
-SIDE, FINE = 96, 3  # pixels of an image, and how many times finer it is drawn
+SIDE, FINE = 96, 3  # width of an image in pixels; it is drawn FINE times larger, then scaled down
 ENCODER, EPOCHS, SEED = "vit-cifar10", 15, 0
-STRENGTHS = (0.01, 0.1, 1.0, 10.0)  # of logistic regression
+STRENGTHS = (0.01, 0.1, 1.0, 10.0)  # values of C for logistic regression
 
 
 class Drawing(NamedTuple):
@@ -31,11 +31,11 @@ class Drawing(NamedTuple):
 
     image: Image.Image
     label: str
-    mask: np.ndarray  # [SIDE, SIDE] which part of each pixel the shape covers
+    mask: np.ndarray  # [SIDE, SIDE] share of each pixel that the shape covers
 
 
 def drawing(number: int) -> Drawing:
-    """A shape of any colour, size, place and rotation on a part of a photo, the same for the same number."""
+    """Draw a shape of random colour, size, place and rotation on part of a photo. The number is the seed."""
     rng = np.random.default_rng([SEED, number])
     label = SHAPES[number % len(SHAPES)]
     photo = photos()[rng.integers(2)]
@@ -54,12 +54,12 @@ def drawing(number: int) -> Drawing:
 
 @cache
 def photos() -> list[Image.Image]:
-    """The two photos that come with scikit-learn; see NOTICE.md beside the data of this package."""
+    """Return the two photos that come with scikit-learn; NOTICE.md beside this package's data cites them."""
     return [Image.fromarray(photo) for photo in load_sample_images().images]
 
 
 def outline(label: str, turn: float) -> np.ndarray:
-    """The corners [n, 2] of a shape of radius 1, turned by an angle."""
+    """Return the corners [n, 2] of a shape of radius 1, turned by an angle."""
     n, radii = {
         "circle": (60, [1.0]),
         "cross": (12, [1.0, 1.0, 0.45]),
@@ -75,7 +75,7 @@ def outline(label: str, turn: float) -> np.ndarray:
 
 
 def write_images(folder: Path) -> None:
-    """Draw what is not there yet: a folder to train on and one to test on, each with a folder per shape."""
+    """Draw the missing images: a training and a test folder, each with one subfolder per shape."""
     for number in range(N_TRAIN + N_TEST):
         part = "train" if number < N_TRAIN else "test"
         path = folder / part / SHAPES[number % len(SHAPES)] / f"{number:04d}.png"
@@ -88,11 +88,11 @@ def write_images(folder: Path) -> None:
 
 
 def run(out: Path) -> None:
-    """Draw, fit, measure, and show where the maps point.
+    """Draw images, fit a classifier, measure it, and show where its maps point.
 
     Args:
         out: folder for ``images/``, ``model/``, ``results.json``, ``report.html``, ``maps.png`` and a page
-            for each image of that. What is there from an earlier run is used again.
+            for each image in the latter. Files of an earlier run are used again.
     """
     console = Console()
     write_images(out / "images")
@@ -137,9 +137,9 @@ def read(folder: Path) -> Samples:
 
 
 def pointing(classifier: RoutingClassifier, test: Samples) -> dict[str, Any]:
-    """How much of what speaks for the predicted shape lies on the shape, and how much of the image it covers.
+    """Measure the share of positive contributions that lies on the shape, and the share of patches it covers.
 
-    Only patches with positive contributions count, on the first test images, equally many of each shape.
+    Takes the first test images, equally many of each shape.
     """
     order = sorted(range(len(test.items)), key=lambda k: Path(test.items[k].name).name)[:N_POINTED]
     on_shape, covered = [], []
