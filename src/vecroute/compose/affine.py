@@ -21,7 +21,7 @@ Affine = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def hold(parts: list[Affine], module: nn.Module, x: Tensor, masks: Masks) -> Tensor:
-    """The output of a part of a network, with the gradient of the affine map that it is at x.
+    """Return the output of a part of a network, with the gradient of the affine map that it is at x.
 
     Args:
         parts: to which the affine map is appended.

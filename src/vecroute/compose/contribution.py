@@ -52,7 +52,7 @@ class Contributions(NamedTuple):
         return Contributions(sums, self.base, self.output, completeness_error(sums, self.base, self.output))
 
     def to_numpy(self) -> dict[str, Any]:
-        """Every field as an array."""
+        """Return every field as an array."""
         return {name: to_numpy(tensor) for name, tensor in self._asdict().items()}
 
     def to_pandas(self):
@@ -173,7 +173,7 @@ def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Seque
 
 
 def select(x_out: Tensor, output: int | Tensor | None, margin: int | Tensor | None) -> Tensor:
-    """The outputs asked for out of x_out [..., j, h]: [...], [..., j], [..., h] or [..., j, h]."""
+    """Return the outputs asked for out of x_out [..., j, h]: [...], [..., j], [..., h] or [..., j, h]."""
     if output is not None:
         difference = _pick("output", x_out, output)  # [..., h]
         if margin is not None:

@@ -224,19 +224,19 @@ def split_of(name: str) -> Iterator[None]:
 
 
 def name_of(func: Any) -> str:
-    """The name of a torch function; of a property, the name of that property."""
+    """Return the name of a torch function; of a property, the name of that property."""
     name = getattr(func, "__name__", type(func).__name__)
     return func.__self__.__name__ if name == "__get__" else name
 
 
 def plain_name(name: str) -> str:
-    """The name of the operation that gives a new tensor where this one works in place."""
+    """Return the name of the operation that gives a new tensor where this one works in place."""
     name = rules.OTHER_NAMES.get(name, name)
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
 def in_place(name: str, kwargs: dict) -> bool:
-    """Whether a call changes its first argument."""
+    """Return whether a call changes its first argument."""
     return bool(kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -263,7 +263,7 @@ def _mark(value: Any, mark: str) -> Any:
 
 
 def _marks(args: tuple, kwargs: dict) -> list[str]:
-    """The marks of the tensors that depend on x, among arguments and in tuples and lists of them."""
+    """Return the marks of the tensors that depend on x, among arguments and in tuples and lists of them."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):

@@ -66,19 +66,19 @@ class Held:
         check_pair_mask(network, self.masks)
 
     def at(self, x_inp: Any) -> Tensor:
-        """The affine map at other inputs, [..., j, h]."""
+        """Return the affine map at other inputs, [..., j, h]."""
         at_zero = _with_units(self.masks, map(torch.zeros_like, self.units))
         held = iter(self.parts)
         return _run(self.network, x_inp, at_zero, lambda _, t, m: next(held)(t, m.unit))  # [..., j, h]
 
     def at_zero(self) -> Tensor:
-        """The affine map at x = 0, [..., j, h]."""
+        """Return the affine map at x = 0, [..., j, h]."""
         zeros = iter([torch.zeros_like(t) for t in self.inputs])
         return self.at(_map(lambda *_: next(zeros), self.masks, self.masks))
 
 
 def _leaf(x: Tensor, masks: Masks) -> Tensor:
-    """The used inputs [..., i, d] as a leaf of a graph."""
+    """Return the used inputs [..., i, d] as a leaf of a graph."""
     x = used(x.detach(), masks.input_mask)  # [..., i, d]
     return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
 
@@ -102,5 +102,5 @@ def _map(f: Callable[[Any, Masks], Any], x: Any, masks: Any) -> Any:
 
 
 def _with_units(masks: Any, units: Iterator[Tensor]) -> Any:
-    """The masks, each with the next of the units while there are any."""
+    """Return the masks, each with the next of the units while there are any."""
     return _map(lambda m, _: m._replace(unit=next(units, None)), masks, masks)

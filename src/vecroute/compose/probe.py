@@ -129,7 +129,7 @@ def _call(
 
 
 def _noise(module: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
-    """The parameters of a module with noise added."""
+    """Return the parameters of a module with noise added."""
     if not isinstance(module, nn.Module):
         return {}
     generator = torch.Generator(x.device).manual_seed(0)

@@ -42,7 +42,7 @@ def linear(x: Tensor, value: Tensor, gradient: Callable[[Tensor], Tensor]) -> Te
 
 
 def with_value(value: Tensor, affine: Tensor) -> Tensor:
-    """The value of one tensor with the gradient of another."""
+    """Return the value of one tensor with the gradient of another."""
     return linear(affine, value.detach().clone(), lambda grad: grad)
 
 
@@ -59,7 +59,7 @@ def gated(func, input, *args, **kwargs):
 
 
 def constantly(value: Any) -> Callable[..., Any]:
-    """A gate by itself, or the scale of a hand-written normalisation."""
+    """Return a gate by itself, or the scale of a hand-written normalisation."""
     return lambda *_, **__: value
 
 
@@ -69,7 +69,7 @@ def times(which: int, gate: Tensor) -> Callable[..., Tensor]:
 
 
 def copied(affine: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for an operation that works in place."""
+    """Return the same for an operation that works in place."""
     return lambda *args, **kwargs: args[0].copy_(affine(*args, **kwargs))
 
 
@@ -188,7 +188,7 @@ def log_softmax(func, input, dim=None, *args, **kwargs):
 
 
 def carrier(name: str, args: tuple, kwargs: dict) -> Any:
-    """The argument that the result of a rule is affine in."""
+    """Return the argument that the result of a rule is affine in."""
     if RULES[name] in (attention, multi_head_attention):
         return args[2] if len(args) > 2 else kwargs["value"]
     if RULES[name] is maximum:

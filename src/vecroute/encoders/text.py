@@ -38,7 +38,7 @@ class Tokenized(NamedTuple):
         return sum(map(sum, self.keep))
 
     def tokens(self) -> Tokens:
-        """The origin of each routed position, in order."""
+        """Return the origin of each routed position, in order."""
         rows = [
             (*((0, 0) if special else strip_span(self.text, *span)), bool(special), chunk, token)
             for chunk, columns in enumerate(

@@ -43,7 +43,7 @@ def sums(explanation: "Explanation", group: np.ndarray, n_rows: int) -> dict[str
 
 
 def by_depth(explanation: "Explanation") -> dict[str, Any]:
-    """The fields of an explanation whose rows are depths."""
+    """Return the fields of an explanation whose rows are depths."""
     arrays = explanation.by_row.items()
     found = {name: array.sum(0, dtype=np.float64)[:, None] for name, array in arrays}  # [depth, 1, n_cls]
     names = explanation.depth_names
@@ -52,7 +52,7 @@ def by_depth(explanation: "Explanation") -> dict[str, Any]:
 
 
 def segments(explanation: "Explanation", unit: str) -> tuple[list[int], Named]:
-    """The word or sentence of each token; special tokens, which are in none, have negative numbers."""
+    """Return the word or sentence of each token; special tokens, which are in none, have negative numbers."""
     text, offsets = explanation.text, explanation.offsets.tolist()
     spans = words(text) if unit == "word" else sentences(text)
     own = explanation.special.tolist()
@@ -66,7 +66,7 @@ def segments(explanation: "Explanation", unit: str) -> tuple[list[int], Named]:
 
 
 def chunks(explanation: "Explanation") -> tuple[list[int], Named]:
-    """The chunk of each token, its special tokens included."""
+    """Return the chunk of each token, its special tokens included."""
     keys = explanation.chunk.tolist()
     parts: Named = {}
     for k in dict.fromkeys(keys):

@@ -49,12 +49,12 @@ class Reader:
         self.before, self.after = ids[:inner], [t for t, s in zip(ids, is_special, strict=True) if s][inner:]
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, without special tokens."""
+        """Return the token ids of each text, without special tokens."""
         encoded = self.encoder.tokenizer(list(texts), add_special_tokens=False, verbose=False)
         return list(encoded["input_ids"])
 
     def words(self, ids: Sequence[int]) -> list[int]:
-        """The number of the word that each token belongs to; a WordPiece "##..." continues a word."""
+        """Return the number of the word that each token belongs to; a WordPiece "##..." continues a word."""
         pieces = self.encoder.tokenizer.convert_ids_to_tokens(list(ids))
         return np.cumsum([not piece.startswith("##") for piece in pieces]).tolist()
 
@@ -96,11 +96,11 @@ class Reader:
         return every.flatten(0, 1)[layout.rows].float()  # [b, n_pos, depth, d_emb]
 
     def embeddings(self, layout: Layout) -> Tensor:
-        """The embeddings of the token ids, [c, n, d_emb]."""
+        """Return the embeddings of the token ids, [c, n, d_emb]."""
         return self.encoder.model.get_input_embeddings()(layout.ids)
 
     def routing_head(self) -> RoutingHead:
-        """The head, if it is a network of routings, which have votes and phi."""
+        """Return the head, if it is a network of routings, which have votes and phi."""
         if not isinstance(self.head, RoutingHead):
             raise ValueError(
                 f"phi and votes need a RoutingHead, got {type(self.head).__name__}: "
@@ -146,7 +146,7 @@ def by_words(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> A
 
 
 def _words_of_chunks(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """The same for texts of one chunk each, or for one text."""
+    """Return the same for texts of one chunk each, or for one text."""
     used = torch.zeros_like(layout.attended).flatten()  # [c n]
     used[layout.rows[layout.mask]] = True
 
@@ -180,7 +180,7 @@ def by_samples(samples: int = 24) -> Method:
 def mean_over(
     reader: Reader, ids: Sequence[int], halves: Sequence[Sequence[bool]], target: Tensor, other: Tensor
 ) -> Tensor:
-    """The mean contribution [n] of each token over the sub-texts that contain it."""
+    """Return the mean contribution [n] of each token over the sub-texts that contain it."""
     total, count = torch.zeros(len(ids)), torch.zeros(len(ids))  # [n] each
     size = max(1, 2_048 // (len(ids) + 2))
     for start in range(0, len(halves), size):
@@ -245,7 +245,7 @@ def margins(scores: Tensor, target: Tensor, other: Tensor | None) -> Tensor:
 
 
 def scores_of(reader: Reader, texts: Sequence[Sequence[int]], target: Tensor, other: Tensor) -> np.ndarray:
-    """The margin of one pair of classes for many texts, [n]."""
+    """Return the margin of one pair of classes for many texts, [n]."""
     n, found = len(texts), []
     longest = max(1, *map(len, texts))
     size = max(1, (65_536 if reader.device.type == "cuda" else 2_048) // (longest + 2))

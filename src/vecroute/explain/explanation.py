@@ -146,7 +146,7 @@ class Explanation:
         return len(self.values)
 
     def __getitem__(self, name: Any) -> Self:
-        """The explanation of one class, or of a list of them, by name."""
+        """Return the explanation of one class, or of a list of them, by name."""
         names = name if isinstance(name, list) else [name]
         chosen = [self.index(n) for n in names]
         return self._of_outputs(np.eye(len(self.output_names))[chosen], names, self.probabilities[chosen])
@@ -209,7 +209,7 @@ class Explanation:
         return self._replace(**chosen, base_values=self.base_values + others, depths=[self.depths[d]])
 
     def skip_special_tokens(self) -> Self:
-        """The explanation without special tokens; what they contributed is counted to the base."""
+        """Return the explanation without special tokens; what they contributed is counted to the base."""
         keep = ~self.special  # [n]
         skipped = self.values[self.special].sum((0, 1), dtype=np.float64)  # [n_cls]
         arrays = {"offsets": self.offsets, "special": self.special, "chunk": self.chunk, **self.by_row}
@@ -218,7 +218,7 @@ class Explanation:
         return self._replace(**rows, pieces=pieces, base_values=self.base_values + skipped)
 
     def top(self, k: int = 10, output: Any = None) -> list[Part]:
-        """The k rows that count most for a class, up or down, most first.
+        """Return the k rows that count most for a class, up or down, most first.
 
         Args:
             k: how many; all if there are fewer.
@@ -235,12 +235,12 @@ class Explanation:
         return self.values[..., self.index(output)].sum(1, dtype=np.float64)  # [n]
 
     def label(self, i: int) -> str:
-        """The characters of row i in the text, or its name where it has none."""
+        """Return the characters of row i in the text, or its name where it has none."""
         start, end = self.offsets[i]
         return self.text[start:end] if self.unit == "token" and start < end else self.pieces[i]
 
     def index(self, output: Any = None) -> int:
-        """The number of a class, None for the one with the highest score."""
+        """Return the number of a class, None for the one with the highest score."""
         if output is None:
             return int(self.scores.argmax())
         if str(output) not in self.output_names:
@@ -383,7 +383,7 @@ def probabilities_of(scores: np.ndarray, temperature: float, multi_label: bool) 
 
 
 def written(path: str | os.PathLike | None, page: str) -> str | None:
-    """A page, written to a file if there is a path."""
+    """Return a page, written to a file if there is a path."""
     if path is None:
         return page
     write_file(path, page.encode())
@@ -396,7 +396,7 @@ def where_from(model: str) -> dict[str, Any]:
 
 
 def as_array(values: Any, dtype: Any) -> np.ndarray:
-    """A copy of an array, tensor or sequence."""
+    """Return a copy of an array, tensor or sequence."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = (values.float() if values.is_floating_point() else values).numpy()
@@ -404,7 +404,7 @@ def as_array(values: Any, dtype: Any) -> np.ndarray:
 
 
 def as_floats(name: str, values: Any, shape: tuple[int | None, ...], letters: str) -> np.ndarray:
-    """A float32 copy of an array or tensor of the given shape, None for any size."""
+    """Return a float32 copy of an array or tensor of the given shape, None for any size."""
     array = as_array(values, np.float32)
     if array.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape, array.shape, strict=True)):
         sizes = [c if n is None else f"{c}={n}" for c, n in zip(letters.split(), shape, strict=True)]

@@ -89,7 +89,7 @@ def measure_batch(
     methods: dict[str, Method],
     leave_one_out: bool,
 ) -> list[dict[str, Any]]:
-    """The rows of some texts, given as token ids."""
+    """Return the rows of some texts, given as token ids."""
     layout = reader.layout(tokens)
     scores = reader.scores(layout)  # [b, n_cls]
     target, other = scores.topk(2).indices.unbind(-1)  # [b] each
@@ -140,7 +140,7 @@ class Judge:
         self.known: dict[tuple[int, ...], tuple[float, float]] = {}  # p and margin
 
     def ask(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
-        """The probability and the margin of texts made of some of the tokens."""
+        """Return the probability and the margin of texts made of some of the tokens."""
         new = [text for text in dict.fromkeys(texts) if text not in self.known]
         for group in length_batches([len(t) + 2 for t in new], BATCH_POSITIONS[self.reader.device.type]):
             scores = self.reader.scores(self.reader.layout([new[k] for k in group]))  # [b, n_cls]
@@ -151,7 +151,7 @@ class Judge:
         return [self.known[text] for text in texts]
 
     def some(self, keep: Tensor) -> tuple[int, ...]:
-        """The tokens at which keep [n] is True."""
+        """Return the tokens at which keep [n] is True."""
         return tuple(t for t, stays in zip(self.tokens, keep.tolist(), strict=True) if stays)
 
     def shares(self, order: Tensor) -> dict[float, Tensor]:
@@ -174,7 +174,7 @@ class Judge:
         return {share: p for share, (p, _) in zip(shares, found, strict=True)}
 
     def masked(self, order: Tensor, layout: Layout, k: int) -> tuple[dict[float, float], dict[float, float]]:
-        """The same, deleted and kept, where hidden states stay and tokens are masked at the head."""
+        """Return the same, deleted and kept, where hidden states stay and tokens are masked at the head."""
         if not hasattr(self, "hidden"):
             with torch.no_grad():
                 alone = self.reader.layout([self.tokens])

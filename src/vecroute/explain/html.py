@@ -66,7 +66,7 @@ def page(
 
 
 def fragment(explanation: "Explanation", unit: str = "word", outputs: Sequence[Any] | None = None) -> str:
-    """A part of a page, such as the output of a cell of a notebook."""
+    """Return a part of a page, such as the output of a cell of a notebook."""
     part = content(explanation, unit, outputs, f"v{next(page_numbers)}")
     return environment().get_template("fragment.html").render({"part": part, "heading": "p"} | STYLE)
 
@@ -141,7 +141,7 @@ def panel(
     second: "Explanation",
     question: Question,
 ) -> dict[str, Any]:
-    """All that answers one question: the text, the account of the score, and what each depth added."""
+    """Return all that answers one question: the text, the account of the score, and what each depth added."""
     one = asked(rows, question)
     numbers = shown(one)
     pieces_shown = heat(one, numbers)
@@ -172,7 +172,7 @@ def in_order(rows: "Explanation | None", decimals: int, coarser: bool) -> dict[s
 
 
 def row_list(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
-    """Every row in the order of the text, with its characters and its number."""
+    """Return every row in the order of the text, with its characters and its number."""
     return [
         {"label": caption(rows.label(i)), "span": span, "number": numbers.number(value, "+")}
         for i, (span, value) in enumerate(zip(rows.offsets.tolist(), numbers.values, strict=True))
@@ -196,7 +196,7 @@ def heat(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
 
 
 def excerpt(pieces: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """The pieces of a text; of a long one the sentences that count most, with … for what is left out.
+    """Return the pieces of a text; of a long one the sentences that count most, with … for what is left out.
 
     Args:
         pieces: as ``heat`` gives them.
@@ -244,7 +244,7 @@ def colour(value: float, largest: float) -> str:
 
 
 def bars(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
-    """The account of the score, with a bar and the profile over depths for each line."""
+    """Return the account of the score, with a bar and the profile over depths for each line."""
     lines = account(rows, numbers, N_BARS)
     longest = max(abs(line.value) for line in lines) or 1
     cells = rows.values[..., 0].astype(np.float64)  # [n, depth]
@@ -262,7 +262,7 @@ def bars(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
 
 
 def bar(label: str, value: int, longest: int, numbers: Shown) -> dict[str, Any]:
-    """A line with a bar, its width in per cent of the longest."""
+    """Return a line with a bar, its width in per cent of the longest."""
     width = round(100 * abs(value) / longest, 1)
     return {"label": label, "number": numbers.number(value, "+"), "width": width, "negative": value < 0}
 
@@ -318,7 +318,7 @@ def maps(explanation: "Explanation", unit: str) -> list[dict[str, Any]]:
 
 
 def map_paths(cells: np.ndarray, largest: float) -> dict[str, str]:
-    """A path for each colour, and one of the dashes that mark what lowers a score."""
+    """Return a path for each colour, and one of the dashes that mark what lowers a score."""
     paths: dict[str, str] = {}
     width, height = CELL_WIDTH - 1, CELL_HEIGHT - 1
     for (y, x), value in np.ndenumerate(cells):

@@ -130,7 +130,7 @@ class ImageExplanation(Explanation):
         return found
 
     def skip_special_tokens(self) -> Self:
-        """The explanation without special tokens; what they contributed is counted to the base."""
+        """Return the explanation without special tokens; what they contributed is counted to the base."""
         kept = np.cumsum(~self.special) - 1  # [n]
         cells = np.where(self.cells < 0, -1, kept[self.cells])  # [rows, columns]
         return super(ImageExplanation, self._without_cells()).skip_special_tokens()._replace(cells=cells)
@@ -216,7 +216,7 @@ class ImageExplanation(Explanation):
         return renderable(self.aggregate(unit) if self.unit == "patch" else self, output, k)
 
     def _without_cells(self) -> Self:
-        """The same with patches of no row, so that rows can be changed."""
+        """Return the same with patches of no row, so that rows can be changed."""
         return self._replace(cells=np.full_like(self.cells, -1))
 
     def _by_region(self, region: np.ndarray, names: Sequence[str] | None) -> Self:
@@ -349,7 +349,7 @@ def explain_image_states(
 
 
 def places_of(encoder: VisionEncoder, picture: Picture) -> dict[str, Any]:
-    """The fields that say what the rows are, and the image."""
+    """Return the fields that say what the rows are, and the image."""
     image = picture.open()
     patches = encoder.patches(image.size, picture.name)
     n_special = sum(patches.special)

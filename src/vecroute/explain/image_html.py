@@ -36,7 +36,7 @@ def page(
     outputs: Sequence[Any] | None = None,
     states: "ImageExplanation | None" = None,
 ) -> str:
-    """A whole page, for a file, with the hidden states of the image if these are given."""
+    """Return a whole page, for a file, with the hidden states of the image if these are given."""
     part = content(explanation, unit, outputs, "v0", states)
     return environment().get_template("image_page.html").render({"part": part, "heading": "h1", **STYLE})
 
@@ -44,7 +44,7 @@ def page(
 def fragment(
     explanation: "ImageExplanation", unit: str = "region", outputs: Sequence[Any] | None = None
 ) -> str:
-    """A part of a page, such as the output of a cell of a notebook."""
+    """Return a part of a page, such as the output of a cell of a notebook."""
     part = content(explanation, unit, outputs, f"v{next(page_numbers)}")
     return environment().get_template("image.html").render({"part": part, "heading": "p", **STYLE})
 
@@ -94,7 +94,7 @@ def size_on_page(size: Sequence[int], most: int) -> tuple[int, int]:
 
 
 def data_uri(image: np.ndarray) -> str:
-    """An image [height, width, 3] as an address that holds all of it."""
+    """Return an image [height, width, 3] as an address that holds all of it."""
     buffer = io.BytesIO()
     kind = "png" if image.shape[0] * image.shape[1] <= EXACT_PIXELS else "jpeg"
     require("PIL.Image", "images").fromarray(image).save(buffer, kind)
@@ -102,7 +102,7 @@ def data_uri(image: np.ndarray) -> str:
 
 
 def outline(rows: "ImageExplanation") -> str:
-    """A path along the edges between patches of different rows, for regions."""
+    """Return a path along the edges between patches of different rows, for regions."""
     if rows.unit != "region":
         return ""
     path, cells = "", rows.cells
@@ -156,7 +156,7 @@ def panel(
 
 
 def tiles(explanation: "ImageExplanation", grid: np.ndarray, largest: float) -> list[dict[str, Any]]:
-    """Each patch of some strength with its box, its colour and its number."""
+    """Return each patch of some strength with its box, its colour and its number."""
     return [
         {
             "box": [round(float(side), 2) for side in (left, top, right - left, bottom - top)],
@@ -170,7 +170,7 @@ def tiles(explanation: "ImageExplanation", grid: np.ndarray, largest: float) -> 
 
 
 def maps(explanation: "ImageExplanation") -> list[dict[str, Any]]:
-    """The map of patches at each depth, the embeddings first, all on one scale."""
+    """Return the map of patches at each depth, the embeddings first, all on one scale."""
     grids = [explanation.grid(level=level) for level in range(len(explanation.depths))]
     largest = max(float(abs(grid).max()) for grid in grids)
     return [
@@ -180,7 +180,7 @@ def maps(explanation: "ImageExplanation") -> list[dict[str, Any]]:
 
 
 def squares(grid: np.ndarray, largest: float) -> dict[str, str]:
-    """A path for each colour, and one of the dashes that mark what lowers a score."""
+    """Return a path for each colour, and one of the dashes that mark what lowers a score."""
     paths: dict[str, str] = {}
     side = CELL - 1
     for (y, x), value in np.ndenumerate(grid):

@@ -31,7 +31,7 @@ def plot(
     k: int = 20,
     ax: Any = None,
 ) -> tuple[Any, Any]:
-    """The figure and the axes that were drawn on; see ``ImageExplanation.plot``."""
+    """Return the figure and the axes that were drawn on; see ``ImageExplanation.plot``."""
     check_choice("kind", kind, KINDS)
     check_choice("of", of, ("values", "phi"))
     if ax is None:
@@ -121,7 +121,7 @@ def draw(
 
 
 def two_classes(explanation: "ImageExplanation", output: Any, other: Any) -> list[str]:
-    """The names of the two classes to compare."""
+    """Return the names of the two classes to compare."""
     first = explanation.index(output)
     ranked = [j for j in np.argsort(-explanation.scores, kind="stable") if j != first]
     if not ranked:

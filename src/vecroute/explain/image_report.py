@@ -21,7 +21,7 @@ WIDTH = 208  # of an image on the page
 def image_report(
     classifier: Any, images: Sequence[Any], labels: Sequence[Any], probabilities: np.ndarray, title: str
 ) -> str:
-    """The page, which needs nothing but itself.
+    """Return the page, which needs nothing but itself.
 
     Args:
         classifier: a fitted ``RoutingClassifier`` of images, for one label per image.
@@ -68,7 +68,7 @@ def image_report(
 def case_of(
     why: "ImageExplanation", truth: str, predicted: str, confidence: float, name: str
 ) -> dict[str, Any]:
-    """An image and why: what decided for the predicted class, by region and by patch."""
+    """Return an image and why: what decided for the predicted class, by region and by patch."""
     other = next(other for other in why.output_names if other != predicted)
     margin = why.margin(predicted, other)
     rows, grid = margin.aggregate("region"), margin.grid()  # [rows, columns]
@@ -84,7 +84,7 @@ def case_of(
 
 
 def smaller(image: np.ndarray) -> np.ndarray:
-    """A copy of an image [height, width, 3] that is no larger than it is shown on a fine screen."""
+    """Return a copy of an image [height, width, 3] that is no larger than it is shown on a fine screen."""
     copy = require("PIL.Image", "images").fromarray(image)
     copy.thumbnail((2 * WIDTH, 2 * WIDTH))
     return np.asarray(copy)

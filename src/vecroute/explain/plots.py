@@ -26,7 +26,7 @@ def plot(
     k: int = 20,
     ax: Any = None,
 ) -> tuple[Any, Any]:
-    """The figure and the axes that were drawn on; see ``Explanation.plot``."""
+    """Return the figure and the axes that were drawn on; see ``Explanation.plot``."""
     check_choice("kind", kind, ("map", "bars"))
     check_choice("of", of, ("values", "phi"))
     if ax is None:

@@ -55,7 +55,7 @@ class Measured(NamedTuple):
 def report(
     classifier: Any, texts: Sequence[str], labels: Sequence[Any], probabilities: np.ndarray, title: str
 ) -> str:
-    """The page, which needs nothing but itself.
+    """Return the page, which needs nothing but itself.
 
     Args:
         classifier: a fitted ``RoutingClassifier``, for one label per text.
@@ -116,7 +116,7 @@ def percent(share: float) -> str:
 
 
 def interval(share: float, n: int) -> tuple[float, float]:
-    """The 95 % interval (Wilson) of a share that was seen in n samples."""
+    """Return the 95 % interval (Wilson) of a share that was seen in n samples."""
     found = binomtest(round(share * n), n).proportion_ci(method="wilson")
     return found.low, found.high
 
@@ -139,7 +139,7 @@ def summary(found: Measured, title: str, samples: str) -> list[str]:
 
 
 def summary_of_words(words: Sequence[dict[str, Any]]) -> list[str]:
-    """The words that speak for each label most, in sentences of plain text."""
+    """Return the words that speak for each label most, in sentences of plain text."""
     told = []
     for one in words:
         for name, key in ((one["name"], "raise"), (one["reverse"], "lower")):
@@ -219,7 +219,7 @@ def weight(word: Word) -> float:
 
 
 def word_row(word: Word, share: float) -> dict[str, Any]:
-    """A word with its bar."""
+    """Return a word with its bar."""
     return {
         "label": caption(word.word, 24),
         "uses": word.uses,
@@ -251,7 +251,7 @@ def depth_shares(explained: Sequence["Explanation"]) -> list[dict[str, Any]]:
 
 
 def confusion(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the confusion matrix, each cell with the shade of its share of the row."""
+    """Return the rows of the confusion matrix, each cell with the shade of its share of the row."""
     rows = []
     for k, (name, counts) in enumerate(zip(result["labels"], result["confusion"], strict=True)):
         n = sum(counts) or 1
@@ -268,7 +268,7 @@ def confusion(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def confused(result: dict[str, Any]) -> list[tuple[str, str, int]]:
-    """The pairs of label and prediction that were confused most often."""
+    """Return the pairs of label and prediction that were confused most often."""
     labels = result["labels"]
     pairs = [
         (caption(labels[i]), caption(labels[j]), count)
@@ -314,6 +314,6 @@ def joined(bins: Sequence[tuple[float, float, int]]) -> list[tuple[float, float,
 
 
 def together(a: tuple[float, float, int], b: tuple[float, float, int]) -> tuple[float, float, int]:
-    """Two bins as one."""
+    """Return two bins as one."""
     n = a[2] + b[2]
     return (a[0] * a[2] + b[0] * b[2]) / n, (a[1] * a[2] + b[1] * b[2]) / n, n

@@ -73,7 +73,7 @@ def by_integrated_gradients(
         without = torch.where(content, start, embeddings)  # [c, n, d_emb]
 
         def outputs(embeddings: Tensor) -> Tensor:
-            """The output of each text at each step, [steps, b], of embeddings [steps, c, n, d_emb]."""
+            """Return the output of each text at each step, [steps, b], of embeddings [steps, c, n, d_emb]."""
             steps = len(embeddings)
             copies = repeated(layout, steps)
             hidden = reader.hidden(copies, embeddings.flatten(0, 1))  # [steps b, n_pos, depth, d_emb]
@@ -125,7 +125,7 @@ def integrated(
 
 
 def repeated(layout: Layout, n: int) -> Layout:
-    """The same texts n times over."""
+    """Return the same texts n times over."""
     shift = torch.arange(n, device=layout.rows.device)[:, None, None] * layout.ids.numel()  # [n, 1, 1]
     rows = (layout.rows + shift).flatten(0, 1)  # [n b, n_pos]
     many = {name: getattr(layout, name).repeat(n, 1) for name in ("ids", "attended", "mask", "content")}

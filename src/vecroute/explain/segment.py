@@ -30,7 +30,7 @@ def words(text: str) -> list[Span]:
 
 
 def sentences(text: str) -> list[Span]:
-    """The sentences of a text, in order, without the spaces between them."""
+    """Return the sentences of a text, in order, without the spaces between them."""
     ends = (match.span() for match in SENTENCE_END.finditer(text))
     cuts = [0, *(end for start, end in ends if ends_sentence(text, start, end)), len(text)]
     return [strip(text, *span) for span in pairwise(cuts) if VISIBLE.search(text, *span)]
@@ -51,13 +51,13 @@ def ends_sentence(text: str, start: int, end: int) -> bool:
 
 
 def strip(text: str, start: int, end: int) -> Span:
-    """A span without the spaces at its ends."""
+    """Return a span without the spaces at its ends."""
     piece = text[start:end]
     return start + len(piece) - len(piece.lstrip()), end - len(piece) + len(piece.rstrip())
 
 
 def locate(tokens: Iterable[Sequence[int]], parts: list[Span]) -> list[int]:
-    """The part that each token belongs to, by its number, -1 where there are no parts.
+    """Return the part that each token belongs to, by its number, -1 where there are no parts.
 
     It is the part with most of its characters; for a token between parts the next one, else the last.
 

@@ -27,7 +27,7 @@ class Shown(NamedTuple):
     decimals: int
 
     def number(self, value: int, sign: str = "-") -> str:
-        """A whole number of the last decimal as a decimal number; sign "+" to write that too."""
+        """Return a whole number of the last decimal as a decimal number; sign "+" to write that too."""
         digits = f"{abs(value):0{self.decimals + 1}d}"
         whole, fraction = digits[: len(digits) - self.decimals], digits[len(digits) - self.decimals :]
         mark = "-" if value < 0 else "+" if sign == "+" and value > 0 else ""
@@ -93,7 +93,7 @@ class Line(NamedTuple):
 
 
 def account(explanation: "Explanation", numbers: Shown, k: int) -> list[Line]:
-    """The k rows that count most, then all others, special tokens and the base: together the score."""
+    """Return the k rows that count most, then all others, special tokens and the base: together the score."""
 
     def line(label: str, rows: list[int], is_sum: bool = True) -> Line:
         return Line(label, sum(numbers.values[i] for i in rows), rows, is_sum)

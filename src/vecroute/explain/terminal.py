@@ -56,7 +56,7 @@ def renderable(explanation: "Explanation", output: Any = None, k: int = 10, unit
 
 
 def style(value: float, largest: float) -> str:
-    """A background of the strength of a value, for black letters."""
+    """Return a background of the strength of a value, for black letters."""
     strength = min(abs(value) / largest, 1.0) if largest else 0.0
     if strength < 0.05:
         return ""

@@ -111,7 +111,7 @@ def explain_states(
 
 
 def _tokens(tokenizer: Any, text: str, rows: Any) -> dict[str, Any]:
-    """The fields that say what the rows are."""
+    """Return the fields that say what the rows are."""
     spans = list(zip(rows.start, rows.end, strict=True))
     names = tokenizer.convert_ids_to_tokens(rows.ids)
     pieces = [

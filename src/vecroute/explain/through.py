@@ -36,7 +36,7 @@ class HeldEncoder:
             check_affine_marks(self.states)
 
     def at_zero(self) -> list[Tensor]:
-        """The hidden states [b, n, d] of the affine map at zero embeddings."""
+        """Return the hidden states [b, n, d] of the affine map at zero embeddings."""
         with torch.no_grad(), split_of(self.name):
             return list(self.gates.run_from_source(self.call, torch.zeros_like(self.gates.x)))
 
@@ -61,7 +61,7 @@ class HeldEncoder:
 
 
 def word_table(model: Any, name: str) -> Tensor:
-    """The table of word embeddings of a model of texts."""
+    """Return the table of word embeddings of a model of texts."""
     table = model.get_input_embeddings()
     if not isinstance(table, nn.Embedding):
         raise ValueError(f"{name} must have a table of word embeddings, got {type(table).__name__}")
@@ -69,7 +69,7 @@ def word_table(model: Any, name: str) -> Tensor:
 
 
 def patch_filter(model: nn.Module, name: str) -> Tensor:
-    """The weight of the convolution by which a model of images makes the embeddings of its patches."""
+    """Return the weight of the convolution by which a model of images makes the embeddings of its patches."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and tuple(module.kernel_size) == tuple(module.stride):
             return module.weight

@@ -47,7 +47,7 @@ def decided(explanation: "Explanation") -> Question:
 
 
 def asked(explanation: Any, question: Question) -> Any:
-    """The explanation of one output that answers the question."""
+    """Return the explanation of one output that answers the question."""
     if question.against is None:
         return explanation[question.output]
     return explanation.margin(question.output, question.against)
@@ -65,7 +65,7 @@ def percent(share: float) -> str:
 
 
 def chance(explanation: "Explanation", question: Question) -> dict[str, str]:
-    """The probability that belongs to a score and how it is computed; empty where it is not known."""
+    """Return the probability that belongs to a score and how it is computed; empty where it is not known."""
     alone = explanation.probabilities[explanation.index(question.output)]
     found = asked(explanation, question).probabilities[0]
     if not math.isfinite(alone):

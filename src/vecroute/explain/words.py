@@ -75,7 +75,7 @@ class HeldHead:
         self.hidden = x_inp.detach().reshape(self.shape)  # [b, n_pos, depth, d]
 
     def base(self, hidden: Tensor | None = None) -> Tensor:
-        """The scores [b, k] of the affine map at other hidden states; None for zeros."""
+        """Return the scores [b, k] of the affine map at other hidden states; None for zeros."""
         with torch.no_grad():
             if hidden is None:
                 return self._chosen(self.held.at_zero())  # [b, k]
@@ -130,7 +130,7 @@ def _hold(reading: Reading, run: Run) -> HeldEncoder:
 
 
 def _kept(states: Sequence[Tensor], keep: Tensor) -> Tensor:
-    """The hidden states [m, depth, d] of the positions that go to the head."""
+    """Return the hidden states [m, depth, d] of the positions that go to the head."""
     return torch.stack([state[keep] for state in states], 1)
 
 

@@ -85,7 +85,7 @@ def route(
 
 
 def plan_route(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementation: str, **options) -> Plan:
-    """The plan of ``route`` with the same arguments."""
+    """Return the plan of ``route`` with the same arguments."""
     implementation = pick(implementation, x_inp, options["cu_seqlens"])
     if implementation == "reference":
         raise ValueError("implementation='reference' has no plan: it is Algorithm 2 line by line")
@@ -142,7 +142,7 @@ def reference_of_packed(
 
 
 def pick(implementation: str, x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
-    """The implementation that the name stands for; raise if it cannot route x_inp."""
+    """Return the implementation that the name stands for; raise if it cannot route x_inp."""
     if implementation == "auto":
         return choose(x_inp, cu_seqlens)
     if implementation != "reference" and has_forward_mode():
@@ -156,12 +156,12 @@ def pick(implementation: str, x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
 
 
 def checks_offsets(implementation: str, x_inp: Tensor) -> bool:
-    """Whether a kernel checks the offsets of packed samples, by an assertion on the device."""
+    """Return whether a kernel checks the offsets of packed samples, by an assertion on the device."""
     return pick(implementation, x_inp, x_inp) == "fused"
 
 
 def has_forward_mode() -> bool:
-    """Whether derivatives go forward with the computation, inside torch.func.jvp or a dual level."""
+    """Return whether derivatives go forward with the computation, inside torch.func.jvp or a dual level."""
     if torch.compiler.is_compiling():
         return False
     if torch.autograd.forward_ad._current_level >= 0:
@@ -174,7 +174,7 @@ def has_forward_mode() -> bool:
 
 
 def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
-    """The implementation that ``auto`` stands for."""
+    """Return the implementation that ``auto`` stands for."""
     if cu_seqlens is None:
         if is_exporting():
             return "reference"  # plain operators, that any runtime has
@@ -186,7 +186,7 @@ def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
 
 
 def why_not_fused(x_inp: Tensor) -> str | None:
-    """The reason why ``fused`` cannot route x_inp, None if it can."""
+    """Return the reason why ``fused`` cannot route x_inp, None if it can."""
     if not HAS_TRITON:
         return "needs the package triton, which is not installed"
     if not x_inp.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":

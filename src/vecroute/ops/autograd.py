@@ -34,7 +34,7 @@ def problem(
     plan: Plan, x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation,
     group, *, again=False,
 ) -> Problem:  # fmt: skip
-    """The arguments of the operators for the loop over chunks, batch dimensions flattened to one.
+    """Return the arguments of the operators for the loop over chunks, batch dimensions flattened to one.
 
     Args:
         plan: of the call; it has prior, rounded, tuning and implementation too.
@@ -56,7 +56,7 @@ def case_of(
     x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group, n_iters,
     need_phi=False, aligned=True, one_by_one=False,
 ) -> Case:  # fmt: skip
-    """The case of a call. Fake tensors have no address, so ``aligned`` is for the caller to say."""
+    """Return the case of a call. Fake tensors have no address, so ``aligned`` is for the caller to say."""
     n_out, d_out = weights[4].shape  # of B_F2
     return Case(
         tuple(x_inp.shape), x_inp.dtype, rounded, weights[0].dtype, n_out, d_out, n_iters, len(weights) > 12,
@@ -68,7 +68,7 @@ def case_of(
 
 
 def plan_of(x_inp: Tensor, *call: Any, one_by_one: bool = False) -> Plan:
-    """The plan of a call of the operators with real tensors."""
+    """Return the plan of a call of the operators with real tensors."""
     options: Any = {"aligned": has_aligned_rows(x_inp), "one_by_one": one_by_one}
     return make_plan(case_of(x_inp, *call, **options))
 
@@ -200,7 +200,7 @@ def run_loop_backward(
 
 
 def as_promised(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient, contiguous and in the dtype of its parameter."""
+    """Return a gradient, contiguous and in the dtype of its parameter."""
     return grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
 
 
@@ -278,7 +278,7 @@ class Loop(torch.autograd.Function):
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether autograd alone follows a call, which then bypasses the dispatcher to save host time."""
+    """Return whether autograd alone follows a call, which then bypasses the dispatcher to save host time."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._get_tracing_state() is not None:  # of torch.jit
@@ -298,7 +298,7 @@ def operator_arguments(
     cu_seqlens: Tensor | None = None,
     group: str = "",
 ) -> Any:
-    """The arguments of the operators, with the weights that are not None as a list."""
+    """Return the arguments of the operators, with the weights that are not None as a list."""
     rounded = product_dtype(x_inp)
     tensors = [w for w in weights if w is not None]
     if is_plain(x_inp):

@@ -64,7 +64,7 @@ def of_chunk(t: Tensor, chunk: Chunk) -> Tensor:
 
 
 def has_all_rows(t: Tensor, chunk: Chunk) -> bool:
-    """Whether a tensor [b, i, ...] of the samples of a chunk has more rows than the chunk."""
+    """Return whether a tensor [b, i, ...] of the samples of a chunk has more rows than the chunk."""
     return t.shape[1] != chunk.shape[1]
 
 
@@ -104,11 +104,11 @@ def as_operand(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:
 
 
 def use_of(p: Problem, chunk: Chunk) -> Tensor:
-    """The used pairs of a chunk, [b or 1, i, j or 1]."""
+    """Return the used pairs of a chunk, [b or 1, i, j or 1]."""
     return use_of_samples(p, chunk)[:, chunk.rows]
 
 
 def use_of_samples(p: Problem, chunk: Chunk) -> Tensor:
-    """The used pairs of all rows of the samples of a chunk, [b or 1, i, j or 1]."""
+    """Return the used pairs of all rows of the samples of a chunk, [b or 1, i, j or 1]."""
     assert p.use is not None
     return p.use[chunk.batch] if len(p.use) > 1 else p.use

@@ -34,7 +34,7 @@ class Weights(NamedTuple):
     B_ign: Any = None  # [j]
 
     def to(self, dtype: torch.dtype) -> "Weights":
-        """The same parameters in another dtype."""
+        """Return the same parameters in another dtype."""
         return Weights._make(None if w is None else w.to(dtype) for w in self)
 
 
@@ -52,7 +52,7 @@ class Iteration(NamedTuple):
 
 
 def normalize(x: Tensor) -> Tensor:
-    """The paper's N: each vector to mean 0 and variance 1; a vector of size 1 is left as it is."""
+    """Return the paper's N: each vector to mean 0 and variance 1; a vector of size 1 is left as it is."""
     if x.shape[-1] == 1:
         return x
     if not x.is_cuda:
@@ -82,13 +82,13 @@ def product_dtype(x_inp: Tensor) -> torch.dtype:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """A context in which autocast rounds nothing; a device that has none, as meta, needs none."""
+    """Return a context in which autocast rounds nothing; a device that has none, as meta, needs none."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if device in AUTOCAST else nullcontext()
 
 
 def is_exporting() -> bool:
-    """Whether torch.export asks; the public name says so in torch.compile of PyTorch 2.11 too."""
+    """Return whether torch.export asks; the public name says so in torch.compile of PyTorch 2.11 too."""
     return torch.compiler._is_exporting_flag
 
 
@@ -98,7 +98,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def multiple_of_8(n: int) -> int:
-    """The least multiple of 8 that is not less than n."""
+    """Return the least multiple of 8 that is not less than n."""
     return cdiv(n, 8) * 8
 
 
@@ -110,7 +110,7 @@ def aligned(t: Tensor) -> Tensor:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is not less than n, which is at least 1; as with ``cdiv``."""
+    """Return the least power of two that is not less than n, which is at least 1; as with ``cdiv``."""
     return 1 << (n - 1).bit_length()
 
 

@@ -19,7 +19,7 @@ MEET_INPUTS = ("W_A", "B_A", "W_S", "B_S", "W_use", "B_use", "W_ign", "B_ign")
 
 
 def resolve(group: str) -> dist.ProcessGroup:
-    """The process group with this name."""
+    """Return the process group with this name."""
     return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]
 
 
@@ -85,7 +85,7 @@ def total(group: str, *sums: Tensor) -> tuple[Tensor, ...]:
 
 
 def local_rows(parameter: Tensor) -> Tensor:
-    """The rows of a parameter that are on this rank: all of them, unless it is sharded."""
+    """Return the rows of a parameter that are on this rank: all of them, unless it is sharded."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
@@ -144,7 +144,7 @@ def _exchange(group: str, alike: dict[str, Any], failure: Exception | None) -> N
 
 
 def _difference(told: list[tuple[str, dict[str, str]]]) -> str:
-    """The errors of the ranks that failed, else the first entry that differs."""
+    """Return the errors of the ranks that failed, else the first entry that differs."""
     errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(told) if error]
     if errors:
         return f"another rank failed: {'; '.join(errors)}"

@@ -51,7 +51,7 @@ class Launch:
             raise RuntimeError(f"{self}: the CUDA driver could not launch it, status {status}")
 
     def prepare(self, device: int) -> tuple:
-        """The function that packs the arguments, and the arguments of the driver before the stream."""
+        """Return the function that packs the arguments, and the arguments of the driver before the stream."""
         classes = tuple((n == 1, n % 16 == 0, n >= 2**31) for n in self.sizes)
         key = self.kernel, device, self.dtypes, classes, tuple(self.constants.items())
         if key not in _handles:
@@ -147,7 +147,7 @@ class Product:
         check(status, self)
 
     def prepare(self, stream: Stream) -> tuple:
-        """The function of cuBLASLt, and the objects that describe the product to it."""
+        """Return the function of cuBLASLt, and the objects that describe the product to it."""
         lt, (m, n, k), (a_T, b_T) = cublas_lt(), self.sizes, self.transposed
         double = self.dtype == torch.float64
         kind, compute = (1, 70) if double else (0, 77 if self.tf32 else 68)
@@ -209,7 +209,7 @@ def check(status: int, product: Product) -> None:
 
 @cache
 def cublas_lt() -> Any:
-    """The library that PyTorch has loaded."""
+    """Return the library that PyTorch has loaded."""
     major = (torch.version.cuda or "").partition(".")[0]
     library = ctypes.CDLL(f"libcublasLt.so.{major}")
     pointer = ctypes.c_void_p
@@ -235,7 +235,7 @@ class Memory:
         self.n_bytes = end
 
     def new(self, like: Tensor) -> Tensor:
-        """The allocation, on the device of another tensor."""
+        """Return the allocation, on the device of another tensor."""
         return torch.empty(self.n_bytes, dtype=torch.uint8, device=like.device)
 
     def at(self, memory: Tensor) -> dict[str, Pointer]:

@@ -10,7 +10,7 @@ from vecroute.ops.problem import Problem
 
 
 def multiplier(p: Problem, M: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:
-    """A function of x [b, i, d] that fills out [b, i, q] with x M^T + bias.
+    """Return a function of x [b, i, d] that fills out [b, i, q] with x M^T + bias.
 
     Args:
         M: [b or 1, q, d].
@@ -111,12 +111,12 @@ def summer(out: Tensor, n_rows: int) -> Callable[[Tensor, bool], object]:
 
 
 def over_batch(t: Tensor) -> Tensor:
-    """The rows of all samples one after another, [1, b i, k]."""
+    """Return the rows of all samples one after another, [1, b i, k]."""
     return t if len(t) == 1 else t.flatten(0, 1)[None]
 
 
 def has_kernel(p: Problem, *tensors: Tensor) -> bool:
-    """Whether our kernel for IEEE products multiplies these tensors: float32, neighbours in a row."""
+    """Return whether our kernel for IEEE products multiplies these tensors: float32, neighbours in a row."""
     return p.plan.ieee_kernel and all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
 
 

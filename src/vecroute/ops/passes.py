@@ -30,7 +30,7 @@ def new_kept(p: Problem) -> Tensor:
 
 
 def kept_in(p: Problem, kept: Tensor, t: int) -> Tensor:
-    """The columns of a kept array that iteration t fills or reads."""
+    """Return the columns of a kept array that iteration t fills or reads."""
     return kept if p.variable else kept[..., max(0, t - 1) * p.width : t * p.width]  # [b, i, k]
 
 

@@ -86,7 +86,7 @@ class Problem:
         return torch.cat((B_use + B_ign, B_ign))  # [2 j]
 
     def original(self, name: str) -> Tensor:
-        """The tensor that a copy of ``plan.kept_copies`` is made of."""
+        """Return the tensor that a copy of ``plan.kept_copies`` is made of."""
         return self.x_inp if name == "x_inp" else getattr(self.w, name)
 
     def in_dtype(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,7 +98,7 @@ class Problem:
         return self.copies[name]
 
     def of_samples(self, samples: slice) -> "Problem":
-        """The problem of some samples alone."""
+        """Return the problem of some samples alone."""
         if samples == slice(None):
             return self
         use = self.use if self.use is None or len(self.use) == 1 else self.use[samples]  # [b or 1, i, j or 1]
@@ -113,7 +113,7 @@ class Problem:
 
 
 def over_samples(values: Tensor) -> Tensor:
-    """The sum over b of values [b, ...]; the only sample itself if there is one."""
+    """Return the sum over b of values [b, ...]; the only sample itself if there is one."""
     return values[0] if len(values) == 1 else values.sum(0)
 
 

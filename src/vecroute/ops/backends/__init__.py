@@ -78,7 +78,7 @@ class Backend(NamedTuple):
 
 
 def backend_of(plan: Plan) -> Backend:
-    """The implementation of the loop over chunks; Triton is imported only if it is used."""
+    """Return the implementation of the loop over chunks; Triton is imported only if it is used."""
     if plan.fused:
         from vecroute.ops.backends.fused import pairs, steps
 

@@ -75,7 +75,7 @@ def module_of(path: Literal["wide"]) -> Wide: ...
 @overload
 def module_of(path: str) -> Batch | Long | Wide | None: ...
 def module_of(path: str) -> Batch | Long | Wide | None:
-    """The module of a path; None for "chunked" and "fused", which are the loop over chunks itself."""
+    """Return the module of a path; None for "chunked" and "fused", which are the loop over chunks itself."""
     if path == "batch":
         from vecroute.ops.paths import batch
 

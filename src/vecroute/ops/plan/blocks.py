@@ -34,7 +34,7 @@ def of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[str, int]
 
 
 def of_whole_rows(n_out: int, *, first: bool, backward: bool) -> dict[str, int]:
-    """The wide path: how its kernels are compiled, and how many programs a multiprocessor has at once.
+    """Return the wide path: how its kernels are compiled, and how many programs a multiprocessor has at once.
 
     Each thread has about eight outputs, and as many registers as leave room for those programs.
     """

@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """The properties of a device."""
+    """Return the properties of a device."""
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return Device(device.type)
     found: Any = torch.cuda.get_device_properties(device)
@@ -72,7 +72,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def has_compiler() -> bool:
-    """Whether PyTorch finds NVRTC, the compiler of CUDA C++. Without it there is one warning."""
+    """Return whether PyTorch finds NVRTC, the compiler of CUDA C++. Without it there is one warning."""
     if not hasattr(torch.cuda, "_compile_kernel"):
         return False
     names = "_get_gpu_rtc_library", "_get_nvrtc_library"  # the second in older releases
@@ -90,7 +90,7 @@ def has_compiler() -> bool:
 
 
 def has_aligned_rows(x: Tensor) -> bool:
-    """Whether each row of x [..., i, d] is contiguous and begins at a multiple of 16 bytes."""
+    """Return whether each row of x [..., i, d] is contiguous and begins at a multiple of 16 bytes."""
     step = x.stride(-2)
     aligned = step * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return aligned and x.stride(-1) == 1 and step >= x.shape[-1]
@@ -104,7 +104,7 @@ def mask_strides(mask: Tensor, x_inp: Tensor) -> Any:
 
 
 def is_tf32(x_inp: Tensor, rounded: torch.dtype) -> bool:
-    """Whether products of float32 are tf32: by name, or since autocast would round them to less."""
+    """Return whether products of float32 are tf32: by name, or since autocast would round them to less."""
     if x_inp.dtype != torch.float32:
         return False
     return rounded != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -15,12 +15,12 @@ from vecroute.ops.plan.plan import Plan
 
 @lru_cache(limits.PLANS)
 def make_plan(case: Case) -> Plan:
-    """The plan of a call, made once for each case."""
+    """Return the plan of a call, made once for each case."""
     return choose_path(case)
 
 
 def choose_path(case: Case) -> Plan:
-    """The first path that fits: batch, then long, then wide, then the loop over chunks."""
+    """Return the first path that fits: batch, then long, then wide, then the loop over chunks."""
     if case.implementation != "fused":
         return Plan(case, "chunked", f"implementation={case.implementation!r}")
     not_batch = why_not_batch(case)
@@ -57,7 +57,7 @@ def why_not_batch(case: Case) -> str | None:
 
 
 def is_long(case: Case, rows: int) -> bool:
-    """Whether a call has one sample of a fixed length in tf32, of so many rows, each aligned."""
+    """Return whether a call has one sample of a fixed length in tf32, of so many rows, each aligned."""
     if case.variable or not case.tf32 or case.w_dtype != torch.float32 or not case.aligned:
         return False
     for size in case.shape[:-2]:
@@ -67,7 +67,7 @@ def is_long(case: Case, rows: int) -> bool:
 
 
 def has_clusters(case: Case) -> bool:
-    """Whether iterations read x_inp once, in clusters of multiprocessors."""
+    """Return whether iterations read x_inp once, in clusters of multiprocessors."""
     if not is_long(case, limits.CLUSTER_ROWS) or case.input_mask or case.use_strides is not None:
         return False
     c, least, most = case.shape[-1] // limits.CLUSTER_D, *limits.CLUSTER_OUTPUTS
@@ -78,7 +78,7 @@ def has_clusters(case: Case) -> bool:
 
 
 def has_halves(case: Case) -> bool:
-    """Whether the gradient of x_inp comes from pairs in float16.
+    """Return whether the gradient of x_inp comes from pairs in float16.
 
     Until then the pairs are stored in the rows of grad_W_A. They must fit its first block of columns, which
     is written last. The pairs of every iteration start at a multiple of 16 bytes.
@@ -92,7 +92,7 @@ def has_halves(case: Case) -> bool:
 
 
 def is_wide(case: Case) -> bool:
-    """Whether pairs are bfloat16: with many outputs they are most of what is read and written.
+    """Return whether pairs are bfloat16: with many outputs they are most of what is read and written.
 
     Rows that do not begin at whole 8 bytes would be loaded number by number.
     """

@@ -70,7 +70,7 @@ class Plan:
         return self.case.device.kind == "cpu"
 
     def is_flat(self, first: bool) -> bool:
-        """Whether all used pairs of an iteration have the same R, the prior."""
+        """Return whether all used pairs of an iteration have the same R, the prior."""
         return first and self.case.use_strides is None
 
     # Dtypes
@@ -312,7 +312,7 @@ class Plan:
         return limits.SHARE_FORWARD["variable" if self.case.variable else "fixed"]
 
     def backward_share(self, waits: bool) -> int:
-        """The share of a backward pass, by whether its pairs wait."""
+        """Return the share of a backward pass, by whether its pairs wait."""
         if not waits:
             return limits.SHARE_BACKWARD["variable" if self.case.variable else "fixed"]
         return limits.SHARE_HALVES if self.halves else limits.SHARE_WAITING
@@ -346,7 +346,7 @@ class Plan:
 
 
 def n_bytes(array: Array) -> int:
-    """The size of an array."""
+    """Return the size of an array."""
     n = array[1].itemsize
     for size in array[0]:
         n *= size

@@ -12,7 +12,7 @@ WAITS_IN = {
 
 
 def told(plan: Plan) -> str:
-    """The path, the reason, the dtypes, the chunks, the memory and the kernels, a line each."""
+    """Return the path, the reason, the dtypes, the chunks, the memory and the kernels, a line each."""
     case, samples = plan.case, "sample" if plan.batch == 1 else "samples"
     lines = [
         f"path: {plan.path} ({plan.why})",

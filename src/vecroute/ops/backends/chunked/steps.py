@@ -25,7 +25,7 @@ def scaled(p: Problem, g: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
-    """The matrix that gives the scores z: x_hat, multiplied by W_S if that has no i, [b, j, d]."""
+    """Return the matrix that gives the scores z: x_hat, multiplied by W_S if that has no i, [b, j, d]."""
     return torch.mul(scaled(p, g), p.w.W_S.mT, out=out) if p.variable else scaled(p, g, out)
 
 

@@ -13,7 +13,7 @@ from vecroute.ops.problem import Problem
 
 
 def triton_dtype(p: Problem) -> tl.dtype:
-    """The dtype in which kernels compute."""
+    """Return the dtype in which kernels compute."""
     return tl.float64 if p.dtype == torch.float64 else tl.float32
 
 

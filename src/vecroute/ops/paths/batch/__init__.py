@@ -18,5 +18,5 @@ def saved(plan: Plan) -> Memory:
 
 
 def prepare(plan: Plan) -> Steps:
-    """All launches of a plan."""
+    """Return all launches of a plan."""
     return Steps(plan)

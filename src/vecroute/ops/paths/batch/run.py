@@ -26,7 +26,7 @@ def arguments(x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_m
 
 
 def flat_mask(mask: Tensor, x_inp: Tensor) -> Tensor:
-    """A pair mask [b, i, j] with the batch dimensions of x_inp as one."""
+    """Return a pair mask [b, i, j] with the batch dimensions of x_inp as one."""
     batch = x_inp.shape[:-2]
     mask = mask.expand(*batch, *mask.shape[-2:])  # [..., i, j]
     return mask if len(batch) == 1 else mask.reshape(math.prod(batch), *mask.shape[-2:])  # [b, i, j]

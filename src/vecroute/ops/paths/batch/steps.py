@@ -53,7 +53,7 @@ class Steps(Sizes):
         self.make_backward()
 
     def kernels(self) -> list[str]:
-        """The launches, each once, with their grids."""
+        """Return the launches, each once, with their grids."""
         found: dict[str, None] = {}
         for value in vars(self).values():
             for each in value if isinstance(value, list | Sum) else (value,):
@@ -120,7 +120,7 @@ class Steps(Sizes):
     # Launches
 
     def tiles(self, kernel: Any, letters: str, sizes: tuple, block: dict, **constants: Any) -> Launch:
-        """A kernel over tiles; a letter for the dtype of each pointer."""
+        """Return a kernel over tiles; a letter for the dtype of each pointer."""
         constants = {**constants, "PACKED": self.packed, **self.precision, **block}
         sizes = self.n_inp, self.per_sample, *sizes
         return Launch(kernel, (self.n_tiles, 1, 1), self.dtypes(letters), sizes, **constants)
@@ -207,7 +207,7 @@ class Steps(Sizes):
         ]  # fmt: skip
 
     def by_vectors(self, kernel: Any, letters: str) -> Launch:
-        """A kernel whose programs have whole output vectors."""
+        """Return a kernel whose programs have whole output vectors."""
         n, block = self.batch * self.n_out, blocks.of_vectors(self.h)
         grid = cdiv(n, block["BLOCK_R"]), 1, 1
         return Launch(kernel, grid, self.dtypes(letters), (n, self.h), **block)
@@ -219,7 +219,7 @@ class Steps(Sizes):
     def product(
         self, sizes: tuple[int, int, int], *, transposed: tuple[bool, bool], add: bool = False
     ) -> Any:
-        """A product of contiguous matrices; for each operand, whether memory holds its transpose."""
+        """Return a product of contiguous matrices; for each operand, whether memory holds its transpose."""
         if self.large:
             return Product(
                 sizes, self.dtype, workspace=WORKSPACE, transposed=transposed, add=add, tf32=self.case.tf32
@@ -398,7 +398,7 @@ class Steps(Sizes):
         )  # fmt: skip
 
     def sum_samples(self, k: int, n: int, fresh: int) -> Launch:
-        """The sum over samples of k arrays [b, n]."""
+        """Return the sum over samples of k arrays [b, n]."""
         return Launch(
             sum_samples_kernel, (cdiv(n, blocks.SAMPLES["BLOCK_N"]), k, 1), self.dtypes("fffff"),
             (self.batch, n, fresh), T=self.T, **blocks.SAMPLES,

@@ -40,19 +40,19 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
 
 
 def n_pairs(n_waiting: int, n_out: int) -> int:
-    """All pairs of one input: two per output for each iteration that waits, one for the first."""
+    """Return all pairs of one input: two per output for each iteration that waits, one for the first."""
     return (2 * n_waiting + 1) * n_out
 
 
 @cache
 def kernel(n_waiting: int, n_out: int, device: torch.device) -> Any:
-    """The compiled kernel."""
+    """Return the compiled kernel."""
     n_bytes = by_rows_bytes(n_pairs(n_waiting, n_out))
     return hopper.compiled(source(n_waiting, n_out), "input_gradient", n_bytes, device)
 
 
 def source(n_waiting: int, n_out: int) -> str:
-    """The kernel with its sizes as constants."""
+    """Return the kernel with its sizes as constants."""
     columns, stages = limits.BY_ROWS_COLUMNS, limits.BY_ROWS_STAGES
     constants = f"constexpr int WAITING = {n_waiting}, N_OUT = {n_out};\n"
     constants += f"constexpr int COLUMNS = {columns}, STAGES = {stages};\n"

@@ -57,7 +57,7 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
 
 @cache
 def kernel(c: int, n_out: int, first: bool, device: torch.device) -> tuple[Any, int]:
-    """The compiled kernel, and how many clusters the device runs at a time."""
+    """Return the compiled kernel, and how many clusters the device runs at a time."""
     shared = cluster_bytes(c, n_out, first)
     compiled = hopper.compiled(source(c, n_out, first), "iteration", shared, device)
     with torch.cuda.device(device):
@@ -65,7 +65,7 @@ def kernel(c: int, n_out: int, first: bool, device: torch.device) -> tuple[Any, 
 
 
 def source(c: int, n_out: int, first: bool) -> str:
-    """The kernel with its sizes as constants."""
+    """Return the kernel with its sizes as constants."""
     tiles = cdiv(n_out, 8)
     n_scorers = scorers(c)
     of_group = cdiv(tiles, n_scorers)

@@ -9,7 +9,7 @@ import torch
 
 
 def source(name: str, *definitions: str) -> str:
-    """The text of ``hopper.cu``, of some definitions, and of a kernel that uses both."""
+    """Return the text of ``hopper.cu``, of some definitions, and of a kernel that uses both."""
     here = files("vecroute.ops.paths.long")
     return "\n".join((here.joinpath("hopper.cu").read_text(), *definitions, here.joinpath(name).read_text()))
 
@@ -17,7 +17,7 @@ def source(name: str, *definitions: str) -> str:
 def multiplication(
     name: str, tiles: int, transposed: int = 0, in_registers: bool = False, dtype: str = "f16"
 ) -> str:
-    """A function that adds a @ b, [64, 16] @ [16, 8 tiles], to r, or writes it there if not ``add``.
+    """Return a function that adds a @ b, [64, 16] @ [16, 8 tiles], to r, or writes it there if not ``add``.
 
     b is in shared memory, and a too unless ``in_registers``; both transposed, or none.
     """
@@ -39,7 +39,7 @@ def multiplication(
 
 
 def compiled(text: str, name: str, shared: int, device: torch.device) -> Any:
-    """A kernel that may use so many bytes of shared memory.
+    """Return a kernel that may use so many bytes of shared memory.
 
     Raises:
         RuntimeError: the compiler refuses the kernel, with its log, or the device cannot load it.

@@ -20,7 +20,7 @@ GROUPS, ROWS, FEATURES, STAGES = 2, 64, 64, 3
 
 
 def multiplier(M: Tensor, n_out: int, out: Tensor) -> Callable[[Tensor], object]:
-    """A function of x [1, i, d] that fills out [1, i, q], bfloat16, with x M^T.
+    """Return a function of x [1, i, d] that fills out [1, i, q], bfloat16, with x M^T.
 
     Args:
         M: [1, q, d], with one or two rows for each output.
@@ -44,12 +44,12 @@ def multiplier(M: Tensor, n_out: int, out: Tensor) -> Callable[[Tensor], object]
 
 @cache
 def kernel(n_out: int, parts: int, device: torch.device) -> Any:
-    """The compiled kernel."""
+    """Return the compiled kernel."""
     return hopper.compiled(source(n_out, parts), "rounded_product", rounded_bytes(n_out, parts), device)
 
 
 def source(n_out: int, parts: int) -> str:
-    """The kernel with its sizes as constants."""
+    """Return the kernel with its sizes as constants."""
     constants = f"constexpr int N_OUT = {n_out}, PARTS = {parts};\n"
     multiply = hopper.multiplication("product_mma", cdiv(n_out, 8) * parts, dtype="bf16")
     return hopper.source("rounded.cu", constants, multiply)
