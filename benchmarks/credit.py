@@ -4,7 +4,9 @@
    column of the end-to-end credit.
 2. The paper's head, 1850 x 1024 -> 64 -> 64 -> 2: the time to compute the credit and the contributions of
    one class, as a multiple of the forward pass in the same run.
-3. Words through the frozen MiniLM, 32 sentences: the time of one margin, with its base, as a multiple of the
+3. The paper's largest credit matrix, 4925 x 1000, scaled to unit variance: the time and the additional peak
+   memory of computing all of it, with the forward pass.
+4. Words through the frozen MiniLM, 32 sentences: the time of one margin, with its base, as a multiple of the
    time of the predictions in the same run; and the additional peak memory for a chunk of 512 tokens.
 
 Rows are appended to credit.csv.
@@ -90,6 +92,24 @@ def cost(device: str, repeats: int) -> list[tuple[str, float, str]]:
     return rows
 
 
+def images(device: str, repeats: int, n_inp: int = 4925, n_cls: int = 1000) -> list[tuple[str, float, str]]:
+    network, x_inp = head(1024, 64, n_cls, device), torch.randn(n_inp, 1024, device=device)
+    times = []
+    with torch.no_grad():
+        for _ in range(repeats + 1):
+            with Peak(device) as peak:
+                start = time.perf_counter()
+                phi = network.route(x_inp).phi.unit_variance().dense()  # [i, j]
+                phi.std().item()
+                times.append(time.perf_counter() - start)
+    case = f"{phi.shape[0]} x {phi.shape[1]} end-to-end credit of unit variance"
+    return [
+        (f"{case}: one matrix", phi.nbytes / MB, "MB"),
+        (f"{case}: peak", peak.mb, "MB"),
+        (f"{case}: time", 1000 * statistics.median(times[1:]), "ms"),
+    ]
+
+
 def words(device: str, repeats: int) -> list[tuple[str, float, str]]:
     encoder = TextEncoder("minilm", device=device, dtype=torch.float32)
     network = vr.RoutingHead(d_emb=encoder.d_emb, depth=encoder.depth, n_cls=2).to(device).eval()
@@ -124,7 +144,7 @@ def words(device: str, repeats: int) -> list[tuple[str, float, str]]:
     return [*found_rows, ("words, MiniLM, 512 tokens: peak", peak.mb, "MB")]
 
 
-PARTS = {"million": million, "cost": cost, "words": words}
+PARTS = {"million": million, "cost": cost, "images": images, "words": words}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,6 +6,7 @@ the matmul rate and the copy bandwidth measured in the same run would need at le
 axes        one of n_inp, n_out, d_inp, d_out, n_iters grows, the others stay at 100, 100, 1024, 1024, 2
 busy        the same with others so large that a GPU computes, instead of waiting for launches
 headline    1,000,000 x 1024 -> 100 x 1024, fixed and variable length
+longest     89,600 x 1024 -> 64 x 1024, variable length: the longest sequence of the paper's benchmarks
 ten-million 10,000,000 x 1024 -> 100 x 1024, variable length, stored in bfloat16
 
 Rows are appended to scaling.csv, straight lines fitted to the axes to scaling_fits.csv.
@@ -72,6 +73,9 @@ def cases(options: argparse.Namespace) -> list[tuple[str, Case, list[str]]]:
         ]
     if "headline" in options.cases:
         found += [("headline", replace(baseline, n_inp=million, variable=v), modes) for v in (False, True)]
+    if "longest" in options.cases:
+        longest = replace(baseline, n_inp=896 if options.short else 89_600, n_out=64, variable=True)
+        found.append(("longest", longest, modes))
     if "ten-million" in options.cases:
         ten_million = replace(baseline, n_inp=10 * million, variable=True)
         found.append(("ten-million", ten_million, options.modes or ["bf16-stored"]))
@@ -153,7 +157,7 @@ def fit(rows: list[dict], axis: str) -> list[dict[str, object]]:
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     common.add_layer_options(parser)
-    cases_known = ("axes", "headline", "busy", "ten-million")
+    cases_known = ("axes", "headline", "longest", "busy", "ten-million")
     parser.add_argument("--cases", nargs="+", choices=cases_known, default=cases_known[:2])
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     options = parser.parse_args(arguments)

@@ -1,5 +1,6 @@
 """The benchmarks run and write complete rows, and the floor equals a count by hand. No time is tested."""
 
+import argparse
 import csv
 import math
 import sys
@@ -166,10 +167,29 @@ def test_classifier_rows(tmp_path):
 
 
 def test_credit_rows(monkeypatch, tmp_path):
-    for name in ("cost", "words"):
-        monkeypatch.setattr(credit, name, lambda device, repeats: [("cost", 1.0, "x forward")])
+    for name in ("cost", "words", "images"):
+        monkeypatch.setitem(credit.PARTS, name, lambda device, repeats: [("cost", 1.0, "x forward")])
     credit.main(options(tmp_path))
     assert empty(read(tmp_path / "credit.csv")) <= {"triton"}
+
+
+def test_the_largest_credit_matrix_is_computed_whole():
+    rows = {what: (value, unit) for what, value, unit in credit.images("cpu", 1, n_inp=20, n_cls=5)}
+    case = "20 x 5 end-to-end credit of unit variance"
+    assert rows[f"{case}: one matrix"] == (20 * 5 * 4 / common.MB, "MB")
+    assert rows[f"{case}: time"][0] > 0
+
+
+def test_the_longest_sequence_of_the_paper_is_a_case():
+    options = argparse.Namespace(device="cpu", modes=None, short=False, cases=["longest"], axes=[])
+    ((name, case, modes),) = scaling.cases(options)
+    assert (name, case.shape, case.n_out, case.variable, modes) == (
+        "longest",
+        (89_600, 1024),
+        64,
+        True,
+        ["fp32"],
+    )
 
 
 def test_what_does_not_fit_into_memory_is_noted(tiny, tmp_path, monkeypatch):
