@@ -178,6 +178,8 @@ OF_ENCODER = ("name", "revision", "weights", "preparation", "configuration", "fi
         (lambda config: config["params"].update(head="none"), "the head in"),
         (lambda config: config["params"].update(head_options={"n_hid": 10**9}), "the head in"),
         (lambda config: config["params"].update(head_options={"evil": 1}), "the head in"),
+        (lambda config: config["params"].update(head_options={"n_members": 10**9}), "the head in"),
+        (lambda config: config["params"].update(head_options={"n_routings": 10**9}), "the head in"),
         (lambda config: config.update(classes="neg"), "'classes' must be list, is str"),
         (lambda config: config.update(classes=[]), "classes must be names or numbers"),
         (lambda config: config.update(classes=[["neg"], ["pos"]]), "classes must be names or numbers"),
@@ -190,6 +192,26 @@ OF_ENCODER = ("name", "revision", "weights", "preparation", "configuration", "fi
 def test_configurations_that_are_sealed_but_wrong(saved, change, message):
     with pytest.raises(ValueError, match=message):
         vr.RoutingClassifier.from_pretrained(reseal(saved, change))
+
+
+def test_options_are_saved_resolved(tiny, tmp_path):
+    options = {"n_members": 2, "n_hid": 3}
+    fitted = vr.RoutingClassifier(str(tiny), max_epochs=1, cache=False, head_options=options)
+    fitted.fit(TEXTS, LABELS).save_pretrained(tmp_path / "model")
+    saved = json.loads((tmp_path / "model" / "config.json").read_text())["params"]["head_options"]
+    assert saved == fitted.head_.options
+    assert (saved["n_members"], saved["n_hid"], saved["d_hid"]) == (2, 3, 16)
+    again = vr.RoutingClassifier.from_pretrained(tmp_path / "model")
+    assert (again.predict_proba(TEXTS[:5]) == fitted.predict_proba(TEXTS[:5])).all()
+    assert fitted.head_options == options
+
+
+def test_a_folder_of_an_earlier_format_is_refused_and_may_be_replaced(saved, fitted):
+    reseal(saved, lambda config: config.pop("format_version"))
+    with pytest.raises(ValueError, match=r"has format version None, and vecroute .* reads 1: fit it again"):
+        vr.RoutingClassifier.from_pretrained(saved)
+    fitted.save_pretrained(saved, overwrite=True)
+    vr.RoutingClassifier.from_pretrained(saved)
 
 
 @pytest.mark.parametrize(

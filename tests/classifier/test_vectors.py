@@ -26,6 +26,7 @@ def fitted(tiny, **options):
     [
         ("routing", {"n_hid": 3, "d_hid": 5}, 15),
         ("routing", {}, 64),
+        ("routing", {"n_members": 2}, 128),
         ("mean_all", {}, 48),
         ("probe_4", {}, 64),
     ],
@@ -40,7 +41,12 @@ def test_the_last_layer_of_the_head_reads_the_vectors(tiny, head, options, k):
     with torch.no_grad():
         if head == "routing":
             last = classifier.head_.network[-1]
-            scores = last(torch.from_numpy(vectors).unflatten(1, (last.n_inp, last.d_inp)))[..., 0]  # [5, 2]
+            if options.get("n_members", 1) > 1:
+                hidden = torch.from_numpy(vectors).unflatten(1, (2, 4, 16)).movedim(1, 0)  # [2, 5, 4, 16]
+                scores = last[-1](hidden)[..., 0].mean(0)  # [5, 2]
+            else:
+                hidden = torch.from_numpy(vectors).unflatten(1, (last.n_inp, last.d_inp))  # [5, n_hid, d_hid]
+                scores = last(hidden)[..., 0]  # [5, 2]
         else:
             scores = classifier.head_.classify(torch.from_numpy(vectors))  # [5, 2]
     margin = (scores[:, 1] - scores[:, 0]).numpy()

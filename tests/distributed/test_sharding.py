@@ -182,6 +182,7 @@ def packed_outcome(lengths: list[list[int]], n: int | None) -> dict[str, np.ndar
 
 NETWORKS = {
     "head": lambda: vr.RoutingHead(d_emb=6, depth=2, n_cls=3, n_hid=4, d_hid=8),
+    "members": lambda: vr.RoutingHead(d_emb=6, depth=2, n_cls=3, n_hid=4, d_hid=8, n_members=3),
     "paper": lambda: vr.RoutingHead.paper(d_emb=6, depth=2, n_cls=3, n_hid=4),
     "branches": lambda: vr.Sequential(
         vr.PerVector(nn.Linear(6, 6)),

@@ -20,6 +20,7 @@ from vecroute.encoders.loading import pick_device
 from vecroute.storage import put_folder, remove_abandoned, temporary_place, write_file
 
 FORMAT = "vecroute.RoutingClassifier"
+VERSION = 1  # of the format; folders of another version are refused
 FILES = {"config.json", "model.safetensors", "README.md"}
 CONFIG_BYTES = 64 * 1024**2  # a longer config.json is refused
 INSIDE = "./"  # prefix in config.json of an encoder inside the classifier's folder
@@ -111,8 +112,11 @@ def link(source: str, target: str) -> None:
 def describe(classifier: Any, about: dict) -> dict[str, Any]:
     """Return everything needed to build the classifier again, and its origin."""
     encoder, params = classifier.encoder_, classifier.get_params(deep=False)
+    # Resolved options, since a later version may resolve None to something else.
+    params["head_options"] = getattr(classifier.head_, "options", params["head_options"])
     return {
         "format": FORMAT,
+        "format_version": VERSION,
         "vecroute": version("vecroute"),
         "classes": classifier.classes_.tolist(),
         "params": {name: value for name, value in params.items() if name not in NOT_SAVED},
@@ -136,6 +140,7 @@ def describe(classifier: Any, about: dict) -> dict[str, Any]:
 def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, verbose: bool | None) -> Any:
     """Read and check a folder, and build the classifier; see ``RoutingClassifier.from_pretrained``."""
     config = read_config(folder)
+    check_version(folder, config)
     weights = read_weights(folder, config)
     check_config(cls, folder, config)
     origin, target = config["encoder"], pick_device(device)
@@ -168,6 +173,9 @@ def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, v
 def load_head(classifier: Any, folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
     """Build the head with its weights. Their shapes are checked before memory is allocated."""
     try:
+        for name in ("n_members", "n_routings"):  # each needs weights of its own
+            if (classifier.head_options or {}).get(name, 1) > len(weights):
+                raise ValueError(f"{name} is more than the weights")
         with torch.device("meta"):
             head = classifier._new_head(classifier.encoder_, len(classifier.classes_))
         head.load_state_dict(weights, assign=True)
@@ -208,6 +216,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         message = first_line(error)
         raise ValueError(f"config.json in {folder} is damaged or of something else: {message}") from error
     return config
+
+
+def check_version(folder: Path, config: dict[str, Any]) -> None:
+    """Raise for a folder that another version of the format wrote."""
+    if (found := config.get("format_version")) != VERSION:
+        raise ValueError(
+            f"the classifier in {folder} has format version {found}, and vecroute {version('vecroute')} "
+            f"reads {VERSION}: fit it again"
+        )
 
 
 def check_config(cls: Any, folder: Path, config: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from vecroute.compose import Concat, Contributions, Credit, PerVector, Sequential, Sum
+from vecroute.compose.members import Each
 from vecroute.compose.modules import NetworkHead, module_name
 from vecroute.layers import VectorRouting
 from vecroute.ops.checks import check_size
@@ -133,6 +134,9 @@ def _parts_that_meet_inputs(module: nn.Module, name: str) -> Iterator[PerVector 
             yield from _parts_that_meet_inputs(part, f"{name}.{key}")
             if _routes(part):
                 break
+    elif isinstance(module, Each):
+        for key, part in module.named_children():
+            yield from _parts_that_meet_inputs(part, f"{name}.{key}")
     elif isinstance(module, Sum | Concat):
         for key, branch in module.branches.named_children():
             if not _routes(branch):

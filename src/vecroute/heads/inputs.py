@@ -1,32 +1,67 @@
 """Input checks and per-vector MLPs that the heads share."""
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from vecroute.ops.checks import check_float_tensor, check_mask
 
 
-class ResidualMLP(nn.Module):
-    """x + W_2 gelu(W_1 x + b_1) + b_2 for each vector, [..., d] -> [..., d]. Initially the identity."""
+class Linears(nn.Module):
+    """k linear maps side by side, W_m x_m + b_m for x [k, ..., n, d] -> [k, ..., n, h], as one product.
 
-    def __init__(self, d: int, d_mlp: int):
+    Its weights [k, h, d] and biases [k, h] start as those of k separate ``nn.Linear``.
+    """
+
+    def __init__(self, k: int, d: int, h: int):
         super().__init__()
-        self.inner, self.outer = nn.Linear(d, d_mlp), nn.Linear(d_mlp, d)
-        nn.init.zeros_(self.outer.weight)
-        nn.init.zeros_(self.outer.bias)
+        maps = [nn.Linear(d, h) for _ in range(k)]
+        self.weight = nn.Parameter(torch.stack([m.weight.detach() for m in maps]))  # [k, h, d]
+        self.bias = nn.Parameter(torch.stack([m.bias.detach() for m in maps]))  # [k, h]
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(1, -2)  # [k, b, d]
+        out = torch.baddbmm(self.bias[:, None], flat, self.weight.mT)  # [k, b, h]
+        return out.unflatten(1, x.shape[1:-1])  # [k, ..., n, h]
+
+
+def linear_of(n_members: int) -> Callable[[int, int], nn.Module]:
+    """Return the class of linear maps for so many members."""
+    return nn.Linear if n_members == 1 else partial(Linears, n_members)
+
+
+class ResidualMLP(nn.Module):
+    """x + W_2 gelu(W_1 x + b_1) + b_2 for each vector, [..., d] -> [..., d]. Initially the identity.
+
+    With several members, each has its own weights, and x is [k, ..., n, d].
+    """
+
+    def __init__(self, d: int, d_mlp: int, n_members: int = 1):
+        super().__init__()
+        linear = linear_of(n_members)
+        self.inner, self.outer = linear(d, d_mlp), linear(d_mlp, d)
+        for parameter in self.outer.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.outer(nnf.gelu(self.inner(x)))  # [..., d]
 
 
 class GatedMLP(nn.Module):
-    """x + W_2 (silu(W_g x + b_g) * (W_1 x + b_1)) + b_2, [..., d] -> [..., d]. Initially the identity."""
+    """x + W_2 (silu(W_g x + b_g) * (W_1 x + b_1)) + b_2, [..., d] -> [..., d]. Initially the identity.
 
-    def __init__(self, d: int, d_mlp: int):
+    With several members, each has its own weights, and x is [k, ..., n, d].
+    """
+
+    def __init__(self, d: int, d_mlp: int, n_members: int = 1):
         super().__init__()
-        self.gate, self.inner, self.outer = nn.Linear(d, d_mlp), nn.Linear(d, d_mlp), nn.Linear(d_mlp, d)
-        nn.init.zeros_(self.outer.weight)
-        nn.init.zeros_(self.outer.bias)
+        linear = linear_of(n_members)
+        self.gate, self.inner, self.outer = linear(d, d_mlp), linear(d, d_mlp), linear(d_mlp, d)
+        for parameter in self.outer.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.outer(nnf.silu(self.gate(x)) * self.inner(x))  # [..., d]

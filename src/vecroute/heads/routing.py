@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vecroute.compose.members import Each, Members
 from vecroute.compose.modules import NetworkHead, PerVector, Sequential, checked_group_of, group_of
 from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
 from vecroute.layers import Routed, VectorRouting
@@ -19,15 +20,23 @@ class RoutingHead(NetworkHead):
     each vector separately before and after the first routing. Only routings mix vectors, so credit and
     contributions reach every hidden state: see ``route``, and ``contributions`` with ``head.network``.
 
+    With several members, the head has k sets of weights, trained side by side. Scores, credit and
+    contributions are the means over the members.
+
     Args:
         d_emb: size of the hidden states.
         depth: number of hidden states at each position.
         n_cls: number of classes.
         n_hid, d_hid: number and size of the hidden vectors. d_hid=None means d_emb.
-        d_mlp: width of the MLPs. None means two thirds of d_emb, 0 means no MLPs.
+        d_mlp: width of the MLPs, 0 for no MLPs. None means two thirds of d_emb, or one third with several
+            members.
         gated: True to use ``GatedMLP``, False to use ``ResidualMLP``.
         n_routings: number of routings, at least 2. Additional ones map n_hid hidden vectors to n_hid others.
         n_iters, implementation: passed to every routing.
+        n_members: number k of members.
+
+    Attributes:
+        options: every option above but d_emb, depth and n_cls, with None resolved.
 
     Shapes:
         hidden_states [..., n_pos, depth, d_emb], input_mask [..., n_pos] or [..., n_pos, depth]
@@ -50,11 +59,13 @@ class RoutingHead(NetworkHead):
         n_routings: int = 2,
         n_iters: int = 2,
         implementation: str = "auto",
+        n_members: int = 1,
     ):
         super().__init__()
         check_size("d_emb", d_emb)
+        check_size("n_members", n_members)
         d_hid = d_emb if d_hid is None else d_hid
-        d_mlp = max(2 * d_emb // 3, 1) if d_mlp is None else d_mlp
+        d_mlp = max((2 if n_members == 1 else 1) * d_emb // 3, 1) if d_mlp is None else d_mlp
         sizes = {"depth": depth, "n_cls": n_cls, "n_hid": n_hid, "d_hid": d_hid, "n_routings": n_routings}
         for name, value in sizes.items():
             check_size(name, value)
@@ -62,22 +73,30 @@ class RoutingHead(NetworkHead):
             check_size("d_mlp", d_mlp)
         if n_routings < 2:
             raise ValueError(f"n_routings must be at least 2, got {n_routings}")
-        self.d_emb, self.depth, self.n_cls = d_emb, depth, n_cls
-        options: dict[str, Any] = {"n_iters": n_iters, "implementation": implementation}
+        self.d_emb, self.depth, self.n_cls, self.n_members = d_emb, depth, n_cls, n_members
+        each: dict[str, Any] = {"n_iters": n_iters, "implementation": implementation}
+        self.options = {"n_hid": n_hid, "d_hid": d_hid, "d_mlp": d_mlp, "gated": gated}
+        self.options |= {"n_routings": n_routings, "n_members": n_members, **each}
 
-        def routing(n_inp: int | None, n_out: int, d_inp: int, d_out: int) -> VectorRouting:
-            return VectorRouting(n_inp=n_inp, n_out=n_out, d_inp=d_inp, d_out=d_out, **options)
+        def routing(n_inp: int | None, n_out: int, d_inp: int, d_out: int) -> nn.Module:
+            sizes: dict[str, Any] = {"n_inp": n_inp, "n_out": n_out, "d_inp": d_inp, "d_out": d_out}
+            layers = [VectorRouting(**sizes, **each) for _ in range(n_members)]
+            return layers[0] if n_members == 1 else Each(*layers)
 
         def mlp(d: int) -> list[nn.Module]:
-            return [(GatedMLP if gated else ResidualMLP)(d, d_mlp)] if d_mlp else []
+            return [(GatedMLP if gated else ResidualMLP)(d, d_mlp, n_members)] if d_mlp else []
 
-        self.network = Sequential(
-            PerVector(nn.Sequential(nn.LayerNorm(d_emb, elementwise_affine=False), *mlp(d_emb))),
+        normalize, first = nn.LayerNorm(d_emb, elementwise_affine=False), mlp(d_emb)
+        rest = (
             routing(None, n_hid, d_emb, d_hid),
             *map(PerVector, mlp(d_hid)),
             *(routing(n_hid, n_hid, d_hid, d_hid) for _ in range(n_routings - 2)),
             routing(n_hid, n_cls, d_hid, 1),
         )
+        if n_members == 1:
+            self.network = Sequential(PerVector(nn.Sequential(normalize, *first)), *rest)
+        else:
+            self.network = Sequential(PerVector(normalize), Members(*map(PerVector, first), *rest))
 
     @classmethod
     def wide(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
@@ -107,6 +126,20 @@ class RoutingHead(NetworkHead):
 
     def forward(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Tensor:
         return self.network(*self.flatten(hidden_states, input_mask))[..., 0]  # [..., n_cls]
+
+    def side_by_side(self) -> Sequential:
+        """Return the members as one network, x_inp [k, ..., i, d] -> [k, ..., n_cls, 1], without their mean.
+
+        It has the parameters of ``network``. Training gives each member its own inputs.
+        """
+        network: Any = self.network
+        return network if self.n_members == 1 else Sequential(network[0], *network[1])
+
+    def member_scores(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Tensor:
+        """Return the scores of every member, [k, ..., n_cls]. Their mean over k is ``forward``."""
+        x_inp, input_mask = self.flatten(hidden_states, input_mask)  # [..., i, d], [..., i]
+        x_inp = x_inp.expand(self.n_members, *x_inp.shape)  # [k, ..., i, d]
+        return self.side_by_side()(x_inp, input_mask)[..., 0]  # [k, ..., n_cls]
 
     def route(self, hidden_states: Tensor, input_mask: Tensor | None = None) -> Routed:
         """Return the scores and the credit [..., i, n_cls] of every hidden state for every class."""

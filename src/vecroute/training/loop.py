@@ -101,7 +101,8 @@ class Trainer:
         self.prepared = accelerator.prepare(self.optimizer)
         # The order of inputs does not matter to a routing, so a step passes only the inputs that stay.
         self.routes = isinstance(self.head, RoutingHead)
-        model = self.head.network if self.routes else self.head
+        self.n_members: int = self.head.n_members if self.routes else 1
+        model = self.head.side_by_side() if self.routes else self.head
         self.model = accelerator.prepare(model) if self.mesh is None else model
         self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.kept = {name: p.clone() for name, p in self.average.items()}
@@ -153,19 +154,21 @@ class Trainer:
         self.prepared.zero_grad()
         generator = seeded(recipe.seed, "step", progress.epoch, progress.step, self.rank)
         parts, total = self.groups(which), 0.0
+        n_used = self.task.used_by(which, self.n_members).sum(1).clamp(min=1)  # [k]
         for position, part in enumerate(parts):
-            x, keep, targets = self.inputs(part, generator)  # [b, i, d_emb], [b, i], [b, n_cls]
+            x, keep, targets, use = self.inputs(part, generator)
             last = position == len(parts) - 1
             with self.accelerator.no_sync(self.model) if not last else nullcontext():
                 with self.autocast():
-                    scores = self.model(x, keep).flatten(1)  # [b, n_cls]
-                loss = self.task.loss(scores.float(), targets, recipe.label_smoothing)
-                loss = loss * (len(part) / len(which))
+                    scores = self.model(x, keep).reshape(targets.shape)  # [k, b, n_cls]
+                losses = self.task.losses(scores.float(), targets, recipe.label_smoothing)  # [k, b]
+                # The sum over members, so that each has the gradient that it would have alone.
+                loss = ((losses * use).sum(1) / n_used.to(use.device)).sum()
                 self.accelerator.backward(loss)
-            total += loss.item()
+            total += loss.item() / self.n_members
         if not math.isfinite(total):
             raise ValueError(f"training diverged: the loss is {total}; try a lower lr than {recipe.lr}")
-        self.accelerator.clip_grad_norm_(self.parameters.values(), CLIP_NORM)
+        self.accelerator.clip_grad_norm_(self.parameters.values(), CLIP_NORM * math.sqrt(self.n_members))
         self.prepared.step()
         done = progress.epoch * self.steps + progress.step
         weight = 1 - min(1 - 1 / AVERAGED_STEPS, (1 + done) / (10 + done))
@@ -173,20 +176,29 @@ class Trainer:
             torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), weight)
         return total
 
-    def inputs(self, which: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the inputs of the model for some samples in a step, and their targets [b, n_cls].
+    def inputs(
+        self, which: list[int], generator: torch.Generator
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Return the inputs of the model for some samples in a step, their targets and who learns from them.
 
-        A routing head takes only the inputs that stay, [b, i, d_emb] and [b, i]. Other heads take all hidden
-        states, [b, n_pos, depth, d_emb], and a mask of those that stay, [b, n_pos, depth].
+        A routing head takes the inputs that stay, of each member its own: [k, b, i, d_emb] and [k, b, i].
+        Other heads take all hidden states, [b, n_pos, depth, d_emb], and a mask of those that stay. Targets
+        are [k, b, n_cls], and [k, b] is 1 where a member learns from a sample, else 0.
         """
-        recipe = self.recipe
+        recipe, k = self.recipe, self.n_members
         x, mask, targets = self.load_batch(which)  # [b, n_pos, depth, d_emb]
-        keep = drop_inputs(mask, x.shape[2], recipe.drop_inputs, generator)  # [b, n_pos, depth]
-        keep = self.own_positions(keep)  # [b, n_pos, depth]
+        use, targets = self.task.used_by(which, k).to(x.device), targets.expand(k, *targets.shape)
+        keep = drop_inputs(mask.repeat(k, 1), x.shape[2], recipe.drop_inputs, generator)
+        keep = self.own_positions(keep)  # [k b, n_pos, depth]
         if recipe.mixup:
-            x, keep, targets = mix(x.float(), keep, targets, recipe.mixup, generator)
-        x, used = compact(x.flatten(1, 2), keep.flatten(1)) if self.routes else (x, keep)  # [b, i, d_emb]
-        return drop_features(x.float(), recipe.drop_features, generator), used, targets
+            x = x.float().repeat(k, 1, 1, 1)  # [k b, n_pos, depth, d_emb]
+            x, keep, targets, use = mix(x, keep, targets, use, recipe.mixup, generator)
+        x, used = compact(x.flatten(1, 2), keep.flatten(1)) if self.routes else (x, keep)  # [k b, i, d_emb]
+        x = drop_features(x.float(), recipe.drop_features, generator)  # [k b, i, d_emb]
+        if self.routes:
+            x = x.unflatten(0, (k, -1))  # [k, b, i, d_emb]
+            used = None if used is None else used.unflatten(0, (k, -1))  # [k, b, i]
+        return x, used, targets, use
 
     def rate(self) -> float:
         """Return the learning rate of this step as a share of the greatest."""
@@ -234,10 +246,10 @@ class Trainer:
         return (sums[0] / sums[2]).item(), (sums[1] / sums[2]).item()
 
     def groups(self, which: list[int]) -> list[list[int]]:
-        """Split a batch so that the padded hidden states of each part stay within a fixed size."""
+        """Split a batch so that the padded inputs of all members stay within a fixed size."""
         features = self.task.features
         lengths = [features.lengths[k] for k in which]
-        limit = max(BATCH_BYTES // features.position_bytes, 1)
+        limit = max(BATCH_BYTES // (features.position_bytes * self.n_members), 1)
         return [[which[k] for k in group] for group in length_batches(lengths, limit)]
 
     def load_batch(self, which: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,6 +287,7 @@ class Trainer:
         weight = None if task.class_weight is None else task.class_weight.tolist()
         about = [asdict(self.recipe), self.epochs, self.world, str(self.head)]
         about += [task.key, task.train, task.valid, task.targets.tolist(), weight, task.multi_label]
+        about += [] if task.uses is None else [task.uses.tolist()]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
     def save(self, due: bool = False) -> None:

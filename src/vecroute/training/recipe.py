@@ -29,7 +29,8 @@ class Recipe:
             or 50 steps per class.
         batch_size: samples per step and process.
         lr, weight_decay: options of AdamW.
-        drop_inputs: share of the input vectors that each step drops, but never all vectors of a sample.
+        drop_inputs: share of the input vectors that each step drops, but never all vectors of a sample. Each
+            member of a head drops its own.
         drop_features: share of the features that each step sets to zero in all hidden states of a sample.
         mixup: parameter of the beta distribution by which pairs of samples are mixed, 0 for no mixup.
         label_smoothing: share of each target that is spread over all classes.
@@ -87,14 +88,29 @@ class Task(NamedTuple):
     class_weight: Tensor | None = None  # [n_cls]
     multi_label: bool = False
     key: str = ""  # changes with the hidden states
+    # [k, n] True at the samples from which each member of the head learns, None for all samples.
+    uses: Tensor | None = None
+
+    def used_by(self, which: Sequence[int], n_members: int) -> Tensor:
+        """Return 1 where a member learns from a sample, else 0, [k, b]."""
+        if self.uses is None:
+            return torch.ones(n_members, len(which))  # [k, b]
+        return self.uses[:, which].float()  # [k, b]
 
     def loss(self, scores: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
         """Return the mean loss over the samples, for scores and targets [b, n_cls]."""
+        return self.losses(scores, targets, smoothing).mean()
+
+    def losses(self, scores: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Return the loss of each sample [...], for scores and targets [..., n_cls]."""
         weight = None if self.class_weight is None else self.class_weight.to(scores.device)
         if self.multi_label:
-            targets = targets * (1 - smoothing) + smoothing / 2  # [b, n_cls]
-            return nnf.binary_cross_entropy_with_logits(scores, targets, weight)
-        return nnf.cross_entropy(scores, targets, weight, label_smoothing=smoothing)
+            targets = targets * (1 - smoothing) + smoothing / 2  # [..., n_cls]
+            each = nnf.binary_cross_entropy_with_logits(scores, targets, weight, reduction="none")
+            return each.mean(-1)  # [...]
+        flat = scores.flatten(0, -2), targets.flatten(0, -2)  # [n, n_cls] each
+        losses = nnf.cross_entropy(*flat, weight, label_smoothing=smoothing, reduction="none")  # [n]
+        return losses.view(scores.shape[:-1])  # [...]
 
     def right(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return 1 for each sample [b] that is classified correctly, with all of its labels."""

@@ -59,19 +59,20 @@ def compact(x_inp: Tensor, input_mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Remove unused inputs, up to the length of the longest sample. The result is the same, with less work.
 
     Args:
-        x_inp: [b, i, d], input_mask: [b, i].
+        x_inp: [b, i, d], input_mask: [b, i], or [m b, i] with a mask for each of m members.
 
     Returns:
-        [b, k, d], the used inputs first, and their mask [b, k], None where all are used.
+        [m b, k, d], the used inputs first, and their mask [m b, k], None where all are used.
     """
-    n_used = input_mask.sum(-1)  # [b]
+    n_used = input_mask.sum(-1)  # [m b]
     least, most = n_used.aminmax()
     k = min(max(int(most), 1), input_mask.shape[1])
-    order = input_mask.byte().argsort(dim=-1, descending=True, stable=True)[:, :k]  # [b, k]
-    x_used = x_inp[torch.arange(len(order), device=order.device)[:, None], order]  # [b, k, d]
+    order = input_mask.byte().argsort(dim=-1, descending=True, stable=True)[:, :k]  # [m b, k]
+    sample = torch.arange(len(order), device=order.device) % len(x_inp)  # [m b]
+    x_used = x_inp[sample[:, None], order]  # [m b, k, d]
     if int(least) == k:
         return x_used, None
-    return x_used, torch.arange(k, device=order.device) < n_used[:, None]  # [b, k]
+    return x_used, torch.arange(k, device=order.device) < n_used[:, None]  # [m b, k]
 
 
 def drop_features(hidden: Tensor, share: float, generator: torch.Generator) -> Tensor:
@@ -90,21 +91,28 @@ def drop_features(hidden: Tensor, share: float, generator: torch.Generator) -> T
 
 
 def mix(
-    hidden: Tensor, keep: Tensor, targets: Tensor, alpha: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, keep: Tensor, targets: Tensor, use: Tensor, alpha: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mix each sample with another sample of the batch. An input that only one of them has is not scaled.
 
     Args:
-        hidden: [b, n_pos, depth, d_emb], keep: [b, n_pos, depth], targets: [b, n_cls].
+        hidden: [m b, n_pos, depth, d_emb] for each of m members, keep: [m b, n_pos, depth].
+        targets: [m, b, n_cls], use: [m, b], 0 where a member does not learn from a sample.
         alpha: both parameters of the beta distribution from which the shares are drawn.
         generator: on the CPU.
+
+    Returns:
+        The same four. A member does not learn from a mixture with a sample that it must not learn from.
     """
-    b = len(hidden)
-    other = torch.randperm(b, generator=generator).to(hidden.device)  # [b]
-    drawn = torch._standard_gamma(torch.full((2, b), alpha), generator=generator)  # [2, b]
-    share = (drawn[0] / drawn.sum(0)).nan_to_num(0.5).to(hidden.device)  # [b]
-    first = share[:, None, None] * keep  # [b, n_pos, depth]
-    second = (1 - share)[:, None, None] * keep[other]  # [b, n_pos, depth]
-    first = (first / (first + second).clamp(min=1e-12))[..., None]  # [b, n_pos, depth, 1]
-    mixed = first * hidden + (1 - first) * hidden[other]  # [b, n_pos, depth, d_emb]
-    return mixed, keep | keep[other], share[:, None] * targets + (1 - share)[:, None] * targets[other]
+    m, b = use.shape
+    drawn = [torch.randperm(b, generator=generator) + b * member for member in range(m)]  # [b] each
+    other = torch.cat(drawn).to(hidden.device)  # [m b]
+    gamma = torch._standard_gamma(torch.full((2, m * b), alpha), generator=generator)  # [2, m b]
+    share = (gamma[0] / gamma.sum(0)).nan_to_num(0.5).to(hidden.device)  # [m b]
+    first = share[:, None, None] * keep  # [m b, n_pos, depth]
+    second = (1 - share)[:, None, None] * keep[other]  # [m b, n_pos, depth]
+    first = (first / (first + second).clamp(min=1e-12))[..., None]  # [m b, n_pos, depth, 1]
+    mixed = first * hidden + (1 - first) * hidden[other]  # [m b, n_pos, depth, d_emb]
+    flat, flat_use = targets.flatten(0, 1), use.flatten()  # [m b, n_cls], [m b]
+    targets = (share[:, None] * flat + (1 - share)[:, None] * flat[other]).view(targets.shape)
+    return mixed, keep | keep[other], targets, (flat_use * flat_use[other]).view(m, b)
