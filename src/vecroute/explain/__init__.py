@@ -1,4 +1,4 @@
-"""Explanations: what each part of a text adds to each class score, to look at, to keep and to reckon with."""
+"""Explanations: what each part of a text adds to each class score, as pages, plots, tables and files."""
 
 from vecroute.explain.explanation import Explanation, Part
 

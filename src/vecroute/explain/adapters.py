@@ -1,4 +1,4 @@
-"""Explanations for other tools: pandas, shap, captum."""
+"""Convert explanations for other tools: pandas, shap, captum."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def to_dataframe(explanation: "Explanation"):
-    """A data frame with a row for each row of the explanation, depth and class."""
+    """Return a data frame with a row for each row of the explanation, depth and class."""
     pandas = require("pandas", "data")
     i, d, j = np.indices(explanation.values.shape).reshape(3, -1)  # [n * depth * n_cls] each
     labels = [explanation.label(row) for row in range(len(explanation))]
@@ -33,7 +33,7 @@ def to_dataframe(explanation: "Explanation"):
 
 
 def to_shap(explanation: "Explanation"):
-    """A ``shap.Explanation`` whose data are the rows' strings and the spaces that follow them."""
+    """Return a ``shap.Explanation`` whose data are the strings of the rows, with the spaces that follow."""
     shap = require("shap", "eval")
     found = shap.Explanation(
         values=explanation.values.sum(1, dtype=np.float64),  # [n, n_cls]
@@ -45,7 +45,7 @@ def to_shap(explanation: "Explanation"):
 
 
 def with_spaces(explanation: "Explanation") -> list[str]:
-    """The rows' strings, each with the characters up to the next row, so that together they are the text."""
+    """Return the string of each row with the characters up to the next row. Together they are the text."""
     strings, after = [], len(explanation.text)
     for i in reversed(range(len(explanation))):
         start, end = explanation.offsets[i]
@@ -57,7 +57,7 @@ def with_spaces(explanation: "Explanation") -> list[str]:
 
 
 def to_captum(explanation: "Explanation", j: int) -> tuple[Tensor, Tensor]:
-    """Attributions [1, n, depth] of class j, and by how much their sum misses the score, [1]."""
+    """Return attributions [1, n, depth] of class j, and the difference of their sum to the score, [1]."""
     values = torch.tensor(explanation.values[..., j])[None]  # [1, n, depth]
     base, score = float(explanation.base_values[j]), float(explanation.scores[j])
     return values, (values.double().sum((1, 2)) + base - score).float()

@@ -1,4 +1,4 @@
-"""Sums over the tokens of each word, sentence or chunk of a text, or over all its tokens."""
+"""Sum an explanation over the tokens of each word, sentence or chunk, or over all tokens."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +9,11 @@ from vecroute.explain.segment import Span, locate, sentences, words
 if TYPE_CHECKING:
     from vecroute.explain.explanation import Explanation
 
-Named = dict[int, tuple[str, Span]]  # by number: what it is called, and its characters
+Named = dict[int, tuple[str, Span]]  # number of a part -> its name and its characters
 
 
 def by_part(explanation: "Explanation", unit: str) -> dict[str, Any]:
-    """The fields of an explanation by words, sentences or chunks, in the order of their first tokens."""
+    """Return the fields of an explanation by words, sentences or chunks, ordered by their first tokens."""
     keys, parts = chunks(explanation) if unit == "chunk" else segments(explanation, unit)
     rows = {key: row for row, key in enumerate(parts)}
     group = np.array([rows[key] for key in keys], dtype=np.int64)  # [n]
@@ -30,7 +30,7 @@ def by_part(explanation: "Explanation", unit: str) -> dict[str, Any]:
 
 
 def sums(explanation: "Explanation", group: np.ndarray, n_rows: int) -> dict[str, np.ndarray]:
-    """Contributions and credit summed over the rows of each group, [n_rows, depth, n_cls] each.
+    """Sum contributions and credit over the rows of each group, [n_rows, depth, n_cls] each.
 
     Args:
         group: [n] the new row of each row.
@@ -52,7 +52,7 @@ def by_depth(explanation: "Explanation") -> dict[str, Any]:
 
 
 def segments(explanation: "Explanation", unit: str) -> tuple[list[int], Named]:
-    """Return the word or sentence of each token; special tokens, which are in none, have negative numbers."""
+    """Return the word or sentence of each token. Special tokens, which are in none, get negative numbers."""
     text, offsets = explanation.text, explanation.offsets.tolist()
     spans = words(text) if unit == "word" else sentences(text)
     own = explanation.special.tolist()

@@ -1,7 +1,7 @@
-"""Ways to say which tokens a score came from, on equal terms: words, hidden states, phi.
+"""Attribution methods with one signature, so that they can be compared: words, hidden states, phi.
 
-Each method is ``method(reader, layout, target, other) -> Attribution``: how much each position speaks for
-class ``target``, and for some of them against class ``other``.
+Each method is ``method(reader, layout, target, other) -> Attribution``. It returns how much each position
+speaks for class ``target``. Some methods explain the margin over class ``other``.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,21 +20,21 @@ from vecroute.heads import RoutingHead
 
 
 class Layout(NamedTuple):
-    """Texts as their encoder takes them: token ids in chunks, and where the positions of each text are."""
+    """Texts in the form the encoder needs: token ids in chunks, and the positions of each text."""
 
     ids: Tensor  # [c, n] token ids of all chunks
-    attended: Tensor  # [c, n] True but at padding
-    rows: Tensor  # [b, n_pos] which of the c n positions each routed position of a text is
-    mask: Tensor  # [b, n_pos] True but at padding
-    content: Tensor  # [b, n_pos] True at tokens of the text, False at special ones
+    attended: Tensor  # [c, n] False at padding
+    rows: Tensor  # [b, n_pos] index of each routed position among the c n positions
+    mask: Tensor  # [b, n_pos] False at padding
+    content: Tensor  # [b, n_pos] True at tokens of the text, False at special tokens
 
 
 class Reader:
     """A frozen encoder and a head as one function of token ids.
 
     Args:
-        encoder: with stride=0.
-        head: hidden states -> scores, a ``RoutingHead`` where votes or phi are asked for.
+        encoder: an encoder with stride=0.
+        head: hidden states -> scores. Methods by votes or phi need a ``RoutingHead``.
     """
 
     def __init__(self, encoder: TextEncoder, head: nn.Module):
@@ -54,12 +54,12 @@ class Reader:
         return list(encoded["input_ids"])
 
     def words(self, ids: Sequence[int]) -> list[int]:
-        """Return the number of the word that each token belongs to; a WordPiece "##..." continues a word."""
+        """Return the index of the word of each token. A WordPiece "##..." continues a word."""
         pieces = self.encoder.tokenizer.convert_ids_to_tokens(list(ids))
         return np.cumsum([not piece.startswith("##") for piece in pieces]).tolist()
 
     def layout(self, texts: Sequence[Sequence[int]]) -> Layout:
-        """Token ids in chunks with special tokens, as ``TextEncoder`` makes them."""
+        """Arrange token ids in chunks with special tokens, in the same way as ``TextEncoder``."""
         size = self.encoder.max_length - len(self.before) - len(self.after)
         chunks: list[list[int]] = []
         places, contents = [], []
@@ -88,7 +88,7 @@ class Reader:
         return Layout(*(t.to(self.device) for t in (ids, attended, rows, used, content)))
 
     def hidden(self, layout: Layout, embeddings: Tensor | None = None) -> Tensor:
-        """Hidden states [b, n_pos, depth, d_emb], of the token ids or of embeddings [c, n, d_emb] of them."""
+        """Return hidden states [b, n_pos, depth, d_emb] of the token ids, or of embeddings [c, n, d_emb]."""
         given = {"input_ids": layout.ids} if embeddings is None else {"inputs_embeds": embeddings}
         mask = layout.attended.long()  # [c, n]
         states = self.encoder.model(**given, attention_mask=mask, output_hidden_states=True).hidden_states
@@ -100,7 +100,7 @@ class Reader:
         return self.encoder.model.get_input_embeddings()(layout.ids)
 
     def routing_head(self) -> RoutingHead:
-        """Return the head, if it is a network of routings, which have votes and phi."""
+        """Return the head, or raise if it is not a network of routings, which has votes and phi."""
         if not isinstance(self.head, RoutingHead):
             raise ValueError(
                 f"phi and votes need a RoutingHead, got {type(self.head).__name__}: "
@@ -115,10 +115,10 @@ class Reader:
 
 
 class Attribution(NamedTuple):
-    """What a method says."""
+    """The result of a method."""
 
     values: Tensor  # [b, n_pos]
-    # [b] |sum of values + base - output| / (sum of |values| + |base|), None where no such sum is promised
+    # [b] |sum of values + base - output| / (sum of |values| + |base|), None if the method promises no sum
     completeness_error: Tensor | None = None
 
 
@@ -126,15 +126,16 @@ Method = Callable[[Reader, Layout, Tensor, Tensor], Attribution]
 
 
 def per_position(values: Tensor, depth: int) -> Tensor:
-    """[b, i] summed over the depths of each position, [b, n_pos]."""
+    """Sum values [b, i] over the depths of each position, [b, n_pos]."""
     return values.unflatten(-1, (-1, depth)).sum(-1)
 
 
 def by_words(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """Exact contributions of the tokens to the margin, through the encoder."""
+    """Compute exact contributions of the tokens to the margin, through the encoder."""
     if len(layout.ids) == len(layout.rows):
         return _words_of_chunks(reader, layout, target, other)
-    # The encoder reads the chunks of a long text apart, the head reads them together: such a text goes alone.
+    # The encoder reads the chunks of a long text separately, and the head reads them together. So each long
+    # text is explained alone.
     values = torch.zeros_like(layout.mask, dtype=torch.float32)  # [b, n_pos]
     errors: list[Any] = []
     for k in range(len(layout.rows)):
@@ -146,7 +147,7 @@ def by_words(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> A
 
 
 def _words_of_chunks(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """Return the same for texts of one chunk each, or for one text."""
+    """Do the same for texts that have one chunk each, or for a single text."""
     used = torch.zeros_like(layout.attended).flatten()  # [c n]
     used[layout.rows[layout.mask]] = True
 
@@ -163,7 +164,7 @@ def _words_of_chunks(reader: Reader, layout: Layout, target: Tensor, other: Tens
 
 
 def by_samples(samples: int = 24) -> Method:
-    """Contributions of the tokens, as means over random sub-texts; see ``vecroute.explain.samples``."""
+    """Make the method of mean contributions over random sub-texts; see ``vecroute.explain.samples``."""
 
     def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
         found = by_words(reader, layout, target, other).values  # [b, n_pos]
@@ -195,7 +196,7 @@ def mean_over(
 
 
 def by_states(*, margin: bool) -> Method:
-    """Exact contributions of the hidden states to the score of the class, or to its margin over the other."""
+    """Make the method of exact contributions of hidden states, to the score or to the margin."""
 
     def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
         with torch.no_grad():
@@ -209,7 +210,7 @@ def by_states(*, margin: bool) -> Method:
 
 
 def by_votes(*, margin: bool) -> Method:
-    """Contributions of the hidden states to a ``RoutingHead``, with the biases of their votes."""
+    """Make the method of contributions of hidden states to a ``RoutingHead``, with the biases of votes."""
 
     def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
         head = reader.routing_head()
@@ -224,7 +225,7 @@ def by_votes(*, margin: bool) -> Method:
 
 
 def by_phi(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """End-to-end credit, as in the paper."""
+    """Return the end-to-end credit, as in the paper."""
     head = reader.routing_head()
     with torch.no_grad():
         credit = head.route(reader.hidden(layout), layout.mask).phi.unit_variance()

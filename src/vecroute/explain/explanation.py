@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
     piece: str
     start: int  # first character in the text
-    end: int  # one past the last; equal to start where it has no characters
+    end: int  # one past the last; equal to start if it has no characters
     value: float
 
 
@@ -43,39 +43,39 @@ class Explanation:
 
         scores = base_values + not_explained + sum over tokens and depths of values
 
-    Arrays are numpy float32, and their sums are made in float64. Rows are tokens, or words, sentences, chunks
-    or depths after ``aggregate``. Several texts have a list of explanations.
+    Arrays are NumPy float32, and sums are computed in float64. Rows are tokens. After ``aggregate``, they are
+    words, sentences, chunks or depths. Each text has its own explanation.
 
     Args:
-        values: [n, depth, n_cls] contributions of every token, arrays or tensors.
-        phi: [n, depth, n_cls] credit of every token, None if it is not known.
-        base_values: [n_cls] the scores with no contribution.
-        scores: [n_cls] what the network computed.
+        values: [n, depth, n_cls] contributions of every token, as an array or tensor.
+        phi: [n, depth, n_cls] credit of every token, None if it is unknown.
+        base_values: [n_cls] the scores without any contribution.
+        scores: [n_cls] the scores that the network computed.
         output_names: the names of the n_cls classes.
         text: the text as it was given.
         offsets: [n, 2] first character of each token in the text and one past the last, equal if it has none.
         pieces: the string of each token, None for its characters in the text.
-        special: [n] True at tokens that the tokenizer put there, None for none.
-        chunk: [n] which chunk of the text each token was encoded in, None for one chunk.
-        depths: which hidden states these are, 0 for the embeddings, or names; None for 0, ..., depth - 1.
-        unit: what the rows are.
+        special: [n] True at tokens that the tokenizer added, None if there are none.
+        chunk: [n] the chunk of the text in which each token was encoded, None for one chunk.
+        depths: numbers of the hidden states, 0 for the embeddings, or names; None for 0, ..., depth - 1.
+        unit: what a row is, such as "token".
         of: "words" if the values belong to the tokens that the encoder read, "states" if they belong to the
             hidden states at each position, which have read the other tokens too.
-        not_explained: [n_cls] what values and base leave missing to the scores, None for nothing.
+        not_explained: [n_cls] the scores minus base and values, None for zeros.
         temperature: T; the probabilities of all classes are softmax(scores / T).
-        multi_label: whether classes do not exclude one another; probabilities are then sigmoid(scores / T).
-        probabilities: [n_cls] nan where one is not known; None to compute them from the scores, which must
-            then be those of all classes.
-        about: more to remember of where this comes from, of JSON types, such as "model" and "date".
+        multi_label: True if a text may have several classes. Probabilities are then sigmoid(scores / T).
+        probabilities: [n_cls], NaN where one is unknown. None computes them from the scores, which must then
+            cover all classes.
+        about: further information about the origin, in JSON types, such as "model" and "date".
 
     Raises:
-        ValueError: shapes that do not fit one another, offsets outside the text, numbers that are not finite,
-            a temperature that is not positive.
+        ValueError: shapes do not agree, offsets are outside the text, numbers are not finite, or the
+            temperature is not positive.
     """
 
     units: tuple[str, ...] = UNITS
     arrays: tuple[str, ...] = ARRAYS  # fields that are saved as tensors
-    kind = "explanation"  # of file
+    kind = "explanation"  # written to files, so that load() refuses other files
 
     def __init__(
         self,
@@ -170,15 +170,14 @@ class Explanation:
         return self._of_outputs(weights[None], [f"{self.output_names[j]} - {self.output_names[k]}"], of_two)
 
     def aggregate(self, unit: str, *, skip_special_tokens: bool = False) -> "Explanation":
-        """Sums over the tokens of each word, sentence or chunk, or over all tokens.
+        """Sum contributions over the tokens of each word, sentence or chunk, or over all tokens of a depth.
 
-        Words and sentences are those of the text itself, each with its characters; special tokens are in none
-        of them and stay as they are. "depth" gives one row for each depth. Scores and base stay the same,
-        and so does the sum.
+        Words and sentences are found in the text itself. Special tokens belong to none of them and keep their
+        own rows. "depth" gives one row for each depth. Scores, base and the total stay the same.
 
         Args:
             unit: "token", "word", "sentence", "chunk" or "depth".
-            skip_special_tokens: leave these out first, see ``skip_special_tokens``.
+            skip_special_tokens: True to move special tokens into the base first; see ``skip_special_tokens``.
         """
         check_choice("unit", unit, self.units)
         if skip_special_tokens:
@@ -190,12 +189,12 @@ class Explanation:
         return self._replace(**(by_depth(self) if unit == "depth" else by_part(self, unit)))
 
     def sum_depth(self) -> Self:
-        """Contributions and credit summed over depth, [n, 1, n_cls]."""
+        """Sum contributions and credit over depth, [n, 1, n_cls]."""
         sums = {name: array.sum(1, keepdims=True, dtype=np.float64) for name, array in self.by_row.items()}
         return self._replace(**sums, depths=["all depths"])
 
     def at_depth(self, level: int | str) -> Self:
-        """The explanation by one depth, [n, 1, n_cls]; what the others contributed is counted to the base.
+        """Return the contributions of one depth, [n, 1, n_cls]. The other depths are added to the base.
 
         Args:
             level: the number or the name of the hidden state, as in ``depths`` or ``depth_names``.
@@ -209,7 +208,7 @@ class Explanation:
         return self._replace(**chosen, base_values=self.base_values + others, depths=[self.depths[d]])
 
     def skip_special_tokens(self) -> Self:
-        """Return the explanation without special tokens; what they contributed is counted to the base."""
+        """Return the explanation without special tokens. Their contributions are added to the base."""
         keep = ~self.special  # [n]
         skipped = self.values[self.special].sum((0, 1), dtype=np.float64)  # [n_cls]
         arrays = {"offsets": self.offsets, "special": self.special, "chunk": self.chunk, **self.by_row}
@@ -218,10 +217,10 @@ class Explanation:
         return self._replace(**rows, pieces=pieces, base_values=self.base_values + skipped)
 
     def top(self, k: int = 10, output: Any = None) -> list[Part]:
-        """Return the k rows that count most for a class, up or down, most first.
+        """Return the k rows with the largest contributions to a class, positive or negative, largest first.
 
         Args:
-            k: how many; all if there are fewer.
+            k: number of rows; all if there are fewer.
             output: the name of the class, None for the one with the highest score.
         """
         check_size("k", k)
@@ -231,11 +230,11 @@ class Explanation:
         return [Part(self.label(i), spans[i][0], spans[i][1], float(values[i])) for i in order]
 
     def totals(self, output: Any = None) -> np.ndarray:
-        """What each row adds to the score of a class, all depths together: float64 [n]."""
+        """Return what each row adds to the score of a class, summed over depth: float64 [n]."""
         return self.values[..., self.index(output)].sum(1, dtype=np.float64)  # [n]
 
     def label(self, i: int) -> str:
-        """Return the characters of row i in the text, or its name where it has none."""
+        """Return the characters of row i in the text, or its name if it has none."""
         start, end = self.offsets[i]
         return self.text[start:end] if self.unit == "token" and start < end else self.pieces[i]
 
@@ -250,7 +249,7 @@ class Explanation:
 
     @property
     def by_row(self) -> dict[str, np.ndarray]:
-        """Contributions and, where it is known, credit: what has a number for each row, depth and class."""
+        """The arrays [n, depth, n_cls] by name: contributions, and credit if it is known."""
         return {"values": self.values} if self.phi is None else {"values": self.values, "phi": self.phi}
 
     @property
@@ -268,29 +267,29 @@ class Explanation:
         return np.max(np.divide(error, scale, out=np.where(error > 0, np.inf, 0.0), where=scale > 0))
 
     def to_dataframe(self):
-        """A pandas data frame with contribution and phi of each row of this explanation, depth and class."""
+        """Return a pandas data frame with the contribution and phi of each row, depth and class."""
         return adapters.to_dataframe(self)
 
     def to_shap(self):
-        """A ``shap.Explanation`` of the text, depths summed, that ``shap.plots.text`` draws."""
+        """Return a ``shap.Explanation`` of the text, summed over depth, for ``shap.plots.text``."""
         return adapters.to_shap(self)
 
     def to_captum(self, output: Any = None) -> tuple[Tensor, Tensor]:
-        """Attributions [1, n, depth] and convergence delta [1] of a class, as captum returns them."""
+        """Return attributions [1, n, depth] and convergence delta [1] of a class, in the form of captum."""
         return adapters.to_captum(self, self.index(output))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write to one safetensors file, whole or not at all; ``Explanation.load`` reads it."""
+        """Write one safetensors file, completely or not at all. ``Explanation.load`` reads it."""
         fields = {name: field for name, field in vars(self).items() if field is not None}
         tensors = {name: torch.from_numpy(fields.pop(name)) for name in self.arrays if name in fields}
         save_tensors(path, tensors, {"kind": self.kind, **fields})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Self:
-        """Read what ``save`` wrote."""
+        """Read a file that ``save`` wrote."""
         tensors, about = load_tensors(path, cls.kind)
         del about["kind"]
-        if "probabilities" not in tensors:  # an old file, whose classes may not be all
+        if "probabilities" not in tensors:  # an old file, which may lack some classes
             tensors["probabilities"] = torch.full_like(tensors["scores"], torch.nan)  # [n_cls]
         return cls(**{**tensors, **about})
 
@@ -302,13 +301,13 @@ class Explanation:
         outputs: Sequence[Any] | None = None,
         states: "Explanation | None" = None,
     ) -> str | None:
-        """Write a web page that needs nothing but itself, whole or not at all.
+        """Write a self-contained web page, completely or not at all.
 
         Args:
-            path: the file; what was there is replaced. None to return the page as a string.
-            unit: what to show tokens as: "token", "word", "sentence", "chunk" or "depth".
-            outputs: the classes to explain, None for the margin of the highest score over the next and the
-                three classes with the highest scores.
+            path: the file. An existing file is replaced. None returns the page as a string.
+            unit: the unit to show: "token", "word", "sentence", "chunk" or "depth".
+            outputs: the classes to explain. None explains the margin of the highest score over the next one,
+                and the three classes with the highest scores.
             states: the explanation of the same text with of="states", for a second view by depth.
         """
         from vecroute.explain.html import page
@@ -316,39 +315,39 @@ class Explanation:
         return written(path, page(self, unit, outputs, states))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         from vecroute.explain.html import fragment
 
         return fragment(self)
 
     def plot(self, kind: str = "map", *, output: Any = None, of: str = "values", k: int = 20, ax: Any = None):
-        """Draw with matplotlib: (fig, ax).
+        """Draw with matplotlib, and return (fig, ax).
 
         Args:
-            kind: "map" of rows and depths as in the paper, special tokens left out, or "bars" that add up to
+            kind: "map" of rows and depths as in the paper, without special tokens; or "bars" that add up to
                 the score.
             output: the class, None for the one with the highest score.
             of: "values" for contributions or "phi" for credit, in the map.
-            k: number of bars; what is left has one together.
-            ax: where to draw, None for a new figure.
+            k: number of bars. One more bar shows the sum of the other rows.
+            ax: the axes to draw on, None for a new figure.
         """
         from vecroute.explain.plots import plot
 
         return plot(self, kind, output=output, of=of, k=k, ax=ax)
 
     def to_png(self, path: str | os.PathLike, kind: str = "map", **options: Any) -> None:
-        """Write what ``plot`` draws, whole or not at all."""
+        """Write the figure of ``plot`` to a PNG file, completely or not at all."""
         from vecroute.explain.plots import png
 
         write_file(path, png(self, kind, **options))
 
     def to_rich(self, *, output: Any = None, k: int = 10, unit: str = "word"):
-        """For a terminal, something that rich prints: the text, and the account of a score.
+        """Return an object that rich prints to a terminal: the text, and the account of a score.
 
         Args:
-            output: the class, None for what decided: the highest score less the next.
-            k: number of lines; what is left has one together.
-            unit: what to show tokens as.
+            output: the class. None explains what decided: the highest score minus the next one.
+            k: number of lines. One more line shows the sum of the other rows.
+            unit: the unit to show, as in ``to_html``.
         """
         from vecroute.explain.terminal import renderable
 
@@ -361,7 +360,7 @@ class Explanation:
         return type(self)(**{**vars(self), **changes})
 
     def _of_outputs(self, weights: np.ndarray, names: Sequence[Any], probabilities: np.ndarray) -> Self:
-        """Linear combinations of the outputs, weights [n_new, n_cls], with their probabilities [n_new]."""
+        """Combine the outputs linearly, weights [n_new, n_cls], with the new probabilities [n_new]."""
         outputs = {name: getattr(self, name) for name in ("base_values", "scores", "not_explained")}
         arrays = {**outputs, **self.by_row}
         mixed = {name: array.astype(np.float64) @ weights.T for name, array in arrays.items()}
@@ -369,9 +368,9 @@ class Explanation:
 
 
 def probabilities_of(scores: np.ndarray, temperature: float, multi_label: bool) -> np.ndarray:
-    """softmax(scores / T), of labels that do not exclude one another sigmoid(scores / T): float64 [n_cls].
+    """Return softmax(scores / T), or sigmoid(scores / T) if multi_label=True: float64 [n_cls].
 
-    One score alone says nothing of a probability: nan.
+    Softmax of a single score says nothing about its probability, so the result is NaN then.
     """
     logits = scores.astype(np.float64) / temperature  # [n_cls]
     if multi_label:
@@ -383,7 +382,7 @@ def probabilities_of(scores: np.ndarray, temperature: float, multi_label: bool) 
 
 
 def written(path: str | os.PathLike | None, page: str) -> str | None:
-    """Return a page, written to a file if there is a path."""
+    """Write a page to a file and return None, or return the page if there is no path."""
     if path is None:
         return page
     write_file(path, page.encode())
@@ -391,7 +390,7 @@ def written(path: str | os.PathLike | None, page: str) -> str | None:
 
 
 def where_from(model: str) -> dict[str, Any]:
-    """Return what ``about`` says of an explanation made now: the model, and the date."""
+    """Return the entries of ``about`` for an explanation made now: the model and the date."""
     return {"model": model, "date": datetime.now(UTC).date().isoformat()}
 
 
@@ -415,7 +414,7 @@ def as_floats(name: str, values: Any, shape: tuple[int | None, ...], letters: st
 
 
 def check_offsets(offsets: Any, n: int, text: str) -> np.ndarray:
-    """Offsets [n, 2] that lie inside the text."""
+    """Check that offsets [n, 2] lie inside the text, and return them as an array."""
     array = as_array(offsets, np.int32)  # [n, 2]
     array = array if array.size else array.reshape(0, 2)
     if array.shape != (n, 2):

@@ -1,4 +1,4 @@
-"""Are explanations faithful? What is said to matter is taken away, and the scores are looked at again."""
+"""Measure how faithful explanations are: delete the tokens that they name, and compute the scores again."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ FRACTIONS = (
     0.2,
     0.3,
     0.5,
-)  # of the tokens, over which comprehensiveness and sufficiency are means
-CURVE = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the tokens, at which insertion and deletion are looked at
-WIDTH = 100  # of the table, in characters
+)  # shares of the tokens; comprehensiveness and sufficiency are means over them
+CURVE = (0.1, 0.3, 0.5, 0.7, 0.9)  # shares of the tokens; insertion and deletion are curves over them
+WIDTH = 100  # width of the table in characters
 BATCH_POSITIONS = {"cuda": 32_768, "cpu": 2_048}
-# What is measured, and whether more is better.
+# The measures, and whether more is better.
 MEASURES = {
     "comprehensiveness": True,
     "sufficiency": False,
@@ -44,24 +44,24 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure explanations of the predicted class of each text.
 
-    With p the probability of that class, and tokens in the order in which a method says they speak for it:
+    Let p be the probability of that class. A method orders the tokens by how much they speak for it. Then:
 
-    - comprehensiveness: p less p without the first tokens, mean over the ``FRACTIONS`` of them;
-    - sufficiency: p less p of the first tokens alone, likewise; less is better;
-    - deletion, insertion: area under the curve of p as the first tokens are deleted, or put in;
-    - leave_one_out: rank correlation with how much the margin falls when each token is deleted alone;
-    - completeness_error: how far what is said is from adding up, where it is said to;
-    - seconds: per explanation, the encoder included.
+    - comprehensiveness: p minus p without the first tokens, mean over ``FRACTIONS``; more is better;
+    - sufficiency: p minus p of the first tokens alone, mean over ``FRACTIONS``; less is better;
+    - deletion, insertion: area under the curve of p while the first tokens are deleted, or inserted;
+    - leave_one_out: rank correlation with the fall of the margin when each token is deleted alone;
+    - completeness_error: relative error of the sum, for methods whose values should add up;
+    - seconds: time per explanation, including the encoder.
 
-    Tokens are deleted from the text, which is then encoded again; measures that end in ``_masked`` leave the
-    hidden states as they are and mask the tokens at the head.
+    Tokens are deleted from the text, and the rest is encoded again. Measures that end in ``_masked`` keep the
+    hidden states and mask the tokens at the head.
 
     Args:
         reader: encoder and head.
-        texts: with at least one token each.
-        methods: names out of ``METHODS``, or methods by name.
-        leave_one_out: whether to measure that, which takes one more text for every token.
-        step: called with the number of texts done each time some are.
+        texts: texts with at least one token each.
+        methods: names from ``METHODS``, or a dict of methods by name.
+        leave_one_out: True to measure leave_one_out, which encodes one more text for every token.
+        step: called with the number of finished texts after each batch.
 
     Returns:
         A row for each text and method.
@@ -117,7 +117,7 @@ def measure_batch(
 
 
 def curves(p: float, deleted: dict[float, float], kept: dict[float, float]) -> dict[str, float]:
-    """The measures of one text, of its probabilities when shares of its tokens are deleted, or kept alone."""
+    """Return the measures of one text, from its probabilities with shares of its tokens deleted or kept."""
     return {
         "comprehensiveness": float(np.mean([p - deleted[share] for share in FRACTIONS])),
         "sufficiency": float(np.mean([p - kept[share] for share in FRACTIONS])),
@@ -127,17 +127,17 @@ def curves(p: float, deleted: dict[float, float], kept: dict[float, float]) -> d
 
 
 def area(p: float, at: dict[float, float]) -> float:
-    """Area under the curve through p at 0, and at the shares of the ``CURVE``, as far as these go."""
+    """Return the area under the curve through p at share 0 and ``at`` the shares of ``CURVE``."""
     shares = sorted(share for share in at if any(abs(share - c) < 1e-9 for c in CURVE))
     return float(np.trapezoid([p, *(at[share] for share in shares)], [0.0, *shares]) / shares[-1])
 
 
 class Judge:
-    """Probabilities of the class of one text as its tokens go; what was asked before is remembered."""
+    """Compute probabilities of one text with some tokens deleted, and remember earlier results."""
 
     def __init__(self, reader: Reader, tokens: list[int], target: Tensor, other: Tensor):
         self.reader, self.tokens, self.target, self.other = reader, tokens, target, other
-        self.known: dict[tuple[int, ...], tuple[float, float]] = {}  # p and margin
+        self.known: dict[tuple[int, ...], tuple[float, float]] = {}  # tokens -> p and margin
 
     def ask(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
         """Return the probability and the margin of texts made of some of the tokens."""
@@ -155,7 +155,7 @@ class Judge:
         return tuple(t for t, stays in zip(self.tokens, keep.tolist(), strict=True) if stays)
 
     def shares(self, order: Tensor) -> dict[float, Tensor]:
-        """For every share that is measured, True [n] at so many first tokens, at least one."""
+        """Return for every measured share a mask [n] of the first tokens, at least one."""
         rank = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
         )  # [n]
@@ -174,7 +174,7 @@ class Judge:
         return {share: p for share, (p, _) in zip(shares, found, strict=True)}
 
     def masked(self, order: Tensor, layout: Layout, k: int) -> tuple[dict[float, float], dict[float, float]]:
-        """Return the same, deleted and kept, where hidden states stay and tokens are masked at the head."""
+        """Do the same as ``deleted`` and ``kept``, but keep the hidden states and mask tokens at the head."""
         if not hasattr(self, "hidden"):
             with torch.no_grad():
                 alone = self.reader.layout([self.tokens])
@@ -184,7 +184,7 @@ class Judge:
                 )  # [1, n_pos, ...], [n_pos]
         shares = self.shares(order)
         first = torch.stack(list(shares.values()))  # [k, n]
-        masks = (~self.content).expand(2 * len(first), -1).clone()  # [2 k, n_pos], special tokens stay
+        masks = (~self.content).expand(2 * len(first), -1).clone()  # [2 k, n_pos], True at special tokens
         masks[:, self.content] = torch.cat([~first, first])
         size = max(1, BATCH_POSITIONS[self.reader.device.type] // masks.shape[1])
         with torch.no_grad():
@@ -201,7 +201,7 @@ class Judge:
         )
 
     def drops(self) -> Tensor:
-        """By how much the margin falls when each token is deleted alone, [n]."""
+        """Return how much the margin falls when each token is deleted alone, [n]."""
         everything = torch.ones(len(self.tokens), dtype=torch.bool)  # [n]
         texts = [tuple(self.tokens)]
         for k in range(len(everything)):
@@ -213,7 +213,7 @@ class Judge:
 
 
 def spearman(a: Tensor, b: Tensor) -> float:
-    """The rank correlation of a [n] and b [n], equal values with equal ranks; NaN if one is constant."""
+    """Return the rank correlation of a [n] and b [n]. Equal values share a rank; NaN if one is constant."""
     ranks = []
     for values in (a, b):
         _, index, counts = torch.unique(values.double().cpu(), return_inverse=True, return_counts=True)
@@ -224,10 +224,10 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 
 def agreement(readers: Sequence[Reader], texts: Sequence[str], method: Method) -> list[float]:
-    """For each text, the mean rank correlation of what a method says of several heads, by pairs of them.
+    """Return for each text the mean rank correlation of a method's values between pairs of heads.
 
-    The class is the one that the first of them predicts. With a trained head and one whose weights were drawn
-    anew this is the randomisation check: explanations that stay the same do not explain the weights.
+    The explained class is the prediction of the first head. With a trained head and a randomly initialised
+    one, this is the randomisation check: explanations that stay the same do not explain the weights.
     """
     found = []
     for ids in readers[0].tokens(texts):
@@ -244,13 +244,13 @@ def agreement(readers: Sequence[Reader], texts: Sequence[str], method: Method) -
 def summarize(
     rows: Sequence[dict[str, Any]], n: int = 2000, seed: int = 0, measures: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Mean and 95 % interval of every measure for each method, by bootstrap over the texts.
+    """Return mean and 95 % interval of every measure for each method, by bootstrap over the texts.
 
     Args:
-        rows: what ``measure`` gave.
-        n: number of samples of the bootstrap.
-        seed: of these.
-        measures: names of columns, None for what ``measure`` measures.
+        rows: the result of ``measure``.
+        n: number of bootstrap samples.
+        seed: seed of the bootstrap.
+        measures: names of columns, None for all measures of ``measure``.
     """
     summary = []
     for method in dict.fromkeys(row["method"] for row in rows):
@@ -272,7 +272,7 @@ def is_measure(name: str) -> bool:
 
 
 def show(summary: Sequence[dict[str, Any]]) -> None:
-    """Print what ``summarize`` found as a table: a block for each measure, its best method in bold."""
+    """Print the result of ``summarize`` as a table: a block for each measure, its best method in bold."""
     from rich.console import Console
     from rich.table import Table
 

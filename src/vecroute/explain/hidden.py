@@ -1,4 +1,4 @@
-"""From the hidden states of samples to what each of them adds to the scores of a head."""
+"""Compute what each hidden state of a sample adds to the scores of a head."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def explain_hidden(
     Args:
         head: one of ``vecroute.heads``. The credit is None unless it is a ``RoutingHead``.
         hidden: [n_pos, depth, d_emb] hidden states of one sample.
-        outputs: which classes, by number.
+        outputs: numbers of the classes to explain.
     """
     mask = torch.ones(1, len(hidden), dtype=torch.bool)  # [1, n_pos]
     ((fields, _),) = explain_states_of(head, hidden[None], mask, torch.tensor([list(outputs)]))
@@ -33,8 +33,8 @@ def explain_states_of(
     Args:
         head: one of ``vecroute.heads``. The credit is None unless it is a ``RoutingHead``.
         hidden: [b, n_pos, depth, d_emb] hidden states of some samples.
-        mask: [b, n_pos] True at those that are used.
-        outputs: [b, k] which classes, by number.
+        mask: [b, n_pos] True at the positions that are used.
+        outputs: [b, k] numbers of the classes to explain.
     """
     held = HeldHead(head, hidden, mask, outputs)
     mask = mask.to(held.hidden.device)  # [b, n_pos]

@@ -1,4 +1,4 @@
-"""An explanation as HTML: no script, nothing from elsewhere, every piece of text escaped by jinja2."""
+"""Write explanations as self-contained HTML without JavaScript. jinja2 escapes every piece of text."""
 
 import itertools
 import unicodedata
@@ -28,14 +28,14 @@ from vecroute.storage import require
 if TYPE_CHECKING:
     from vecroute.explain.explanation import Explanation
 
-LEVELS = 9  # strengths of a colour
-N_OUTPUTS = 3  # classes explained unless others are asked for
-N_BARS = 20  # rows in the list of what counts most
-N_MARKED = 8  # words with their number in the text
-LONG = 2_000  # most rows that are listed one by one
-EXCERPT = 300  # words shown of a longer text, before the rest
+LEVELS = 9  # shades of a colour
+N_OUTPUTS = 3  # classes explained by default
+N_BARS = 20  # rows in the account of a score
+N_MARKED = 8  # words whose number is shown in the text
+LONG = 2_000  # with more rows, they are not listed one by one
+EXCERPT = 300  # words of a longer text that are shown first
 ABOUT = ("model", "date")  # shown above the explanation
-MAP_COLUMNS, MAP_LINE = 240, 34  # most columns that a map has, and how many go side by side
+MAP_COLUMNS, MAP_LINE = 240, 34  # greatest number of columns of a map, in all and per line
 CELL_WIDTH, CELL_HEIGHT = 20, 14
 
 STYLE = {
@@ -54,7 +54,7 @@ def page(
     outputs: Sequence[Any] | None = None,
     states: "Explanation | Sequence[Explanation] | None" = None,
 ) -> str:
-    """A whole page, for a file, about one text or several, each with its hidden states if these are given."""
+    """Return a complete page about one text or several, with their hidden states if these are given."""
     several = explanations if isinstance(explanations, Sequence) else [explanations]
     seconds = states if isinstance(states, Sequence) else [states] * len(several)
     parts = [
@@ -73,7 +73,7 @@ def fragment(explanation: "Explanation", unit: str = "word", outputs: Sequence[A
 
 @cache
 def environment() -> Any:
-    """Where templates come from, and how they are filled in."""
+    """Return the jinja2 environment with the templates of the package."""
     jinja2 = require("jinja2", "report")
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -91,7 +91,7 @@ def content(
     prefix: str,
     states: "Explanation | None" = None,
 ) -> dict[str, Any]:
-    """What a fragment is filled with, whose ids all begin with the prefix."""
+    """Return the values for the template of a fragment. All its element ids begin with the prefix."""
     rows = explanation.aggregate(unit) if explanation.unit == "token" else explanation
     questions = asked_first(explanation) if outputs is None else [Question(str(name)) for name in outputs]
     whole = listed(explanation, rows)
@@ -107,7 +107,7 @@ def content(
 
 
 def header(explanation: "Explanation", unit: str) -> dict[str, Any]:
-    """What stands above an explanation: what was predicted, for what, by which model, when."""
+    """Return the values for the header: prediction, sample, model and date."""
     about = {name: caption(str(explanation.about[name]), 100) for name in ABOUT if name in explanation.about}
     return {
         "title": caption(explanation.text, 60),
@@ -119,14 +119,14 @@ def header(explanation: "Explanation", unit: str) -> dict[str, Any]:
 
 
 def asked_first(explanation: "Explanation") -> list[Question]:
-    """What decided comes first, then the classes with the highest scores."""
+    """Return the questions to answer: first what decided, then the classes with the highest scores."""
     best = np.argsort(-explanation.scores, kind="stable")[:N_OUTPUTS]
     questions = [decided(explanation), *(Question(explanation.output_names[j]) for j in best)]
     return list(dict.fromkeys(questions))
 
 
 def listed(explanation: "Explanation", rows: "Explanation") -> "Explanation | None":
-    """The rows themselves, or sentences or chunks where these are too many to list; None if all are."""
+    """Return the rows to list: the rows, or sentences or chunks if there are too many; None if all have."""
     units = ("sentence", "chunk") if explanation.unit == "token" else ()
     for parts in (rows, *(explanation.aggregate(unit) for unit in units if unit in explanation.units)):
         if len(parts) <= LONG:
@@ -141,7 +141,7 @@ def panel(
     second: "Explanation",
     question: Question,
 ) -> dict[str, Any]:
-    """Return all that answers one question: the text, the account of the score, and what each depth added."""
+    """Return the values for the answer to one question: text, account of the score, and depths."""
     one = asked(rows, question)
     numbers = shown(one)
     pieces_shown = heat(one, numbers)
@@ -160,7 +160,7 @@ def panel(
 
 
 def in_order(rows: "Explanation | None", decimals: int, coarser: bool) -> dict[str, Any]:
-    """Every row in the order of the text, and the whole text if rows are coarser than those shown above."""
+    """List every row in the order of the text, with the whole text if these rows are coarser than above."""
     if rows is None:
         return {"unit": "", "rows": [], "whole": []}
     numbers = shown(rows, decimals=decimals)
@@ -180,7 +180,7 @@ def row_list(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
 
 
 def heat(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
-    """The text in pieces, each with a colour of its strength; the strongest are marked with their number."""
+    """Return the text in pieces, each coloured by its strength. The strongest show their numbers."""
     found = [(text, sum(numbers.values[i] for i in members), members) for text, members in pieces(rows)]
     largest = max((abs(value) for _, value, _ in found), default=0)
     marked = strongest([value for _, value, _ in found], N_MARKED)
@@ -196,11 +196,11 @@ def heat(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
 
 
 def excerpt(pieces: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Return the pieces of a text; of a long one the sentences that count most, with … for what is left out.
+    """Shorten a long text to the sentences that count most, with … for the parts left out.
 
     Args:
-        pieces: as ``heat`` gives them.
-        most: how many pieces stay.
+        pieces: the result of ``heat``.
+        most: number of pieces that stay.
     """
     if sum(bool(piece["number"]) for piece in pieces) <= most:
         return pieces
@@ -229,7 +229,7 @@ def excerpt(pieces: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
 
 
 def direction(text: str) -> str:
-    """In which direction the letters of a text run."""
+    """Return the direction of the letters of a text: "ltr", "rtl" or "none"."""
     for char in text:
         kind = unicodedata.bidirectional(char)
         if kind in ("L", "R", "AL"):
@@ -238,7 +238,7 @@ def direction(text: str) -> str:
 
 
 def colour(value: float, largest: float) -> str:
-    """The class of a strength: p1 to p9 for what raises a score, n1 to n9 for what lowers it, or nothing."""
+    """Return the CSS class of a value: p1 to p9 if it raises a score, n1 to n9 if it lowers it, or none."""
     level = round(LEVELS * min(abs(value) / largest, 1)) if largest else 0
     return f"{'p' if value > 0 else 'n'}{level}" if level else ""
 
@@ -248,7 +248,7 @@ def bars(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
     lines = account(rows, numbers, N_BARS)
     longest = max(abs(line.value) for line in lines) or 1
     cells = rows.values[..., 0].astype(np.float64)  # [n, depth]
-    # Sums of many rows may be far taller than any row, and are cut.
+    # The sum of many rows may be far larger than any row, so its profile is clipped.
     tallest = max((abs(cells[line.rows]).max() for line in lines if not line.is_sum), default=0) or 1
     return [
         {
@@ -262,13 +262,13 @@ def bars(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
 
 
 def bar(label: str, value: int, longest: int, numbers: Shown) -> dict[str, Any]:
-    """Return a line with a bar, its width in per cent of the longest."""
+    """Return a line with a bar. Its width is in per cent of the longest bar."""
     width = round(100 * abs(value) / longest, 1)
     return {"label": label, "number": numbers.number(value, "+"), "width": width, "negative": value < 0}
 
 
 def profile(heights: np.ndarray) -> tuple[str, str]:
-    """Paths of the columns, one for each depth, that go up from the middle, and of those that go down."""
+    """Return two SVG paths with one column per depth: the columns above the middle, and those below."""
     up, down = "", ""
     for x, height in enumerate(heights):
         size = round(10 * abs(float(height)), 1)
@@ -280,7 +280,7 @@ def profile(heights: np.ndarray) -> tuple[str, str]:
 
 
 def depths(by_depth: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
-    """What each depth adds, the embeddings first, and the base."""
+    """List what each depth adds, embeddings first, and the base."""
     lines = [*zip(by_depth.pieces, numbers.values, strict=True), ("base", numbers.base)]
     if numbers.rest:
         lines.append(("not explained", numbers.rest))
@@ -296,7 +296,7 @@ def depths(by_depth: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
 
 
 def maps(explanation: "Explanation", unit: str) -> list[dict[str, Any]]:
-    """The map of depths and words in lines of a page's width, by sentences where words are too many."""
+    """Return the map of depths and words, in lines as wide as the page; sentences if words are too many."""
     units = dict.fromkeys([unit, "sentence", "chunk"] if explanation.unit == "token" else [explanation.unit])
     for one in units:
         parts = explanation.aggregate(one).skip_special_tokens()
@@ -318,7 +318,7 @@ def maps(explanation: "Explanation", unit: str) -> list[dict[str, Any]]:
 
 
 def map_paths(cells: np.ndarray, largest: float) -> dict[str, str]:
-    """Return a path for each colour, and one of the dashes that mark what lowers a score."""
+    """Return one SVG path for each colour, and one for the dashes that mark negative cells."""
     paths: dict[str, str] = {}
     width, height = CELL_WIDTH - 1, CELL_HEIGHT - 1
     for (y, x), value in np.ndenumerate(cells):

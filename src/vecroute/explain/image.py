@@ -18,9 +18,9 @@ from vecroute.io.images import Picture
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.storage import require, write_file
 
-LONGEST = 512  # pixels of the longer side of the copy of the image that an explanation keeps
+LONGEST = 512  # an explanation keeps a copy of the image; pixels of its longer side
 N_REGIONS = 8
-N_EXPLAINED = 10  # classes of an image that are explained unless others are asked for
+N_EXPLAINED = 10  # classes explained by default
 
 
 class ImageExplanation(Explanation):
@@ -29,17 +29,17 @@ class ImageExplanation(Explanation):
         scores = base_values + sum over patches and depths of values
 
     Rows are special tokens and patches, or regions or depths after ``aggregate``. ``text`` is the name of the
-    image. All else is as in ``Explanation``.
+    image. Everything else is as in ``Explanation``.
 
     Args:
         image: [height, width, 3] uint8, the image itself or a smaller copy to draw on.
-        size: width and height of the image itself.
-        tiles: [rows, columns, 4] left, top, right and bottom of each patch, in pixels of the image itself.
-        cells: [rows, columns] which row of the explanation each patch belongs to, -1 for none.
+        size: width and height of the original image.
+        tiles: [rows, columns, 4] left, top, right and bottom of each patch, in pixels of the original image.
+        cells: [rows, columns] the row of the explanation that each patch belongs to, -1 for none.
         fields: as in ``Explanation``; offsets may be left out.
 
     Raises:
-        ValueError: shapes that do not fit one another.
+        ValueError: shapes do not agree.
     """
 
     units = ("patch", "region", "depth")
@@ -63,7 +63,7 @@ class ImageExplanation(Explanation):
 
     @property
     def boxes(self) -> np.ndarray:
-        """[n, 4] the box around the patches of each row, in pixels of the image; zeros where it has none."""
+        """The box [n, 4] around the patches of each row, in pixels of the image; zeros if it has none."""
         found = np.zeros((len(self), 4), np.float32)  # [n, 4]
         for row in np.unique(self.cells[self.cells >= 0]):
             own = self.tiles[self.cells == row]  # [n_patches, 4]
@@ -78,18 +78,18 @@ class ImageExplanation(Explanation):
         regions: Any = N_REGIONS,
         names: Sequence[str] | None = None,
     ) -> Self:
-        """Sums over the patches of each region, or over all patches.
+        """Sum contributions over the patches of each region, or over all patches of a depth.
 
-        Each patch is counted as a whole, to the region that covers most of it, so that the sum stays the
-        same; special tokens are in no region and stay as they are. "depth" gives one row for each depth.
+        A whole patch belongs to the region that covers most of it, so the total stays the same. Special
+        tokens belong to no region and keep their own rows. "depth" gives one row for each depth.
 
         Args:
             unit: "patch", "region" or "depth".
-            skip_special_tokens: leave these out first, see ``skip_special_tokens``.
-            regions: a mask, [height, width] of the image itself or [rows, columns] of patches, of integers
-                that say which region each place is in; or a number of superpixels, connected patches of
+            skip_special_tokens: True to move special tokens into the base first; see ``skip_special_tokens``.
+            regions: an integer mask that gives the region of each pixel [height, width] of the original image
+                or of each patch [rows, columns]; or a number of superpixels, which are connected patches of
                 similar colours.
-            names: of the regions, in the order of the integers of the mask.
+            names: names of the regions, in the order of the integers in the mask.
         """
         check_choice("unit", unit, self.units)
         if skip_special_tokens:
@@ -106,7 +106,7 @@ class ImageExplanation(Explanation):
         return self._by_region(region_of_tiles(mask, self.tiles, self.size), names)
 
     def superpixels(self, n: int = N_REGIONS) -> np.ndarray:
-        """[rows, columns] the region of each patch: n connected regions of patches of similar colours."""
+        """Return the region [rows, columns] of each patch: n connected regions of similar colours."""
         check_size("regions", n)
         rows, columns = self.cells.shape
         if n >= rows * columns:
@@ -114,12 +114,12 @@ class ImageExplanation(Explanation):
         graph = require("sklearn.feature_extraction.image", "sklearn").grid_to_graph(rows, columns)
         cluster = require("sklearn.cluster", "sklearn").AgglomerativeClustering(n, connectivity=graph)
         found = cluster.fit_predict(self.colours().reshape(rows * columns, 3))  # [rows * columns]
-        # Numbered in the order of their first patches.
+        # Number the regions in the order of their first patches.
         order = np.unique(found, return_index=True)[1].argsort().argsort()  # [n]
         return order[found].reshape(rows, columns)
 
     def colours(self) -> np.ndarray:
-        """[rows, columns, 3] the mean colour of each patch."""
+        """Return the mean colour of each patch, [rows, columns, 3]."""
         height, width = self.image.shape[:2]
         scale = np.array([width, height, width, height]) / np.array(self.size * 2)  # [4]
         found = np.zeros((*self.cells.shape, 3))  # [rows, columns, 3]
@@ -130,18 +130,18 @@ class ImageExplanation(Explanation):
         return found
 
     def skip_special_tokens(self) -> Self:
-        """Return the explanation without special tokens; what they contributed is counted to the base."""
+        """Return the explanation without special tokens. Their contributions are added to the base."""
         kept = np.cumsum(~self.special) - 1  # [n]
         cells = np.where(self.cells < 0, -1, kept[self.cells])  # [rows, columns]
         return super(ImageExplanation, self._without_cells()).skip_special_tokens()._replace(cells=cells)
 
     def grid(self, output: Any = None, of: str = "values", level: int | None = None) -> np.ndarray:
-        """[rows, columns] what the row of each patch adds to the score of a class, or its credit.
+        """Return what the row of each patch adds to the score of a class, or its credit, [rows, columns].
 
         Args:
             output: the class, None for the one with the highest score.
             of: "values" for contributions, "phi" for credit.
-            level: one depth by its position, None for the sum over depths.
+            level: index of one depth, None for the sum over depths.
         """
         check_choice("of", of, ("values", "phi"))
         from vecroute.explain.plots import chosen
@@ -158,13 +158,13 @@ class ImageExplanation(Explanation):
         outputs: Sequence[Any] | None = None,
         states: Any = None,
     ) -> str | None:
-        """Write a web page that needs nothing but itself, whole or not at all.
+        """Write a self-contained web page, completely or not at all.
 
         Args:
-            path: the file; what was there is replaced. None to return the page as a string.
-            unit: what to list: "patch", "region" or "depth".
-            outputs: the classes to explain, None for the margin of the highest score over the next and the
-                three classes with the highest scores.
+            path: the file. An existing file is replaced. None returns the page as a string.
+            unit: the unit to list: "patch", "region" or "depth".
+            outputs: the classes to explain. None explains the margin of the highest score over the next one,
+                and the three classes with the highest scores.
             states: the explanation of the same image with of="states", for a second view by depth.
         """
         from vecroute.explain.image_html import page
@@ -172,7 +172,7 @@ class ImageExplanation(Explanation):
         return written(path, page(self, unit, outputs, states))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         from vecroute.explain.image_html import fragment
 
         return fragment(self)
@@ -187,48 +187,48 @@ class ImageExplanation(Explanation):
         k: int = 20,
         ax: Any = None,
     ):
-        """Draw with matplotlib: (fig, ax).
+        """Draw with matplotlib, and return (fig, ax).
 
         Args:
             kind: "overlay" on the image, summed over depths; "map" of patches at each depth as in the paper,
-                special tokens left out; "compare" two classes side by side, ax is then a pair; or "bars" that
-                add up to the score.
+                without special tokens; "compare" for two classes side by side, with a pair of axes; or "bars"
+                that add up to the score.
             output: the class, None for the one with the highest score.
             other: the class to compare with, None for the highest score of the others.
             of: "values" for contributions, "phi" for absolute credit as in the paper.
-            k: number of bars; what is left has one together.
-            ax: where to draw, None for a new figure.
+            k: number of bars. One more bar shows the sum of the other rows.
+            ax: the axes to draw on, None for a new figure.
         """
         from vecroute.explain.image_plots import plot
 
         return plot(self, kind, output=output, other=other, of=of, k=k, ax=ax)
 
     def to_png(self, path: str | os.PathLike, kind: str = "overlay", **options: Any) -> None:
-        """Write what ``plot`` draws, whole or not at all."""
+        """Write the figure of ``plot`` to a PNG file, completely or not at all."""
         from vecroute.explain.image_plots import png
 
         write_file(path, png(self, kind, **options))
 
     def to_rich(self, *, output: Any = None, k: int = 10, unit: str = "region"):
-        """For a terminal, something that rich prints: the account of a score."""
+        """Return an object that rich prints to a terminal: the account of a score."""
         from vecroute.explain.terminal import renderable
 
         return renderable(self.aggregate(unit) if self.unit == "patch" else self, output, k)
 
     def _without_cells(self) -> Self:
-        """Return the same with patches of no row, so that rows can be changed."""
+        """Return a copy in which no patch belongs to a row, so that rows can be changed."""
         return self._replace(cells=np.full_like(self.cells, -1))
 
     def _by_region(self, region: np.ndarray, names: Sequence[str] | None) -> Self:
-        """Sums by region, [rows, columns]; special tokens come first."""
-        numbers, group = np.unique(region, return_inverse=True)  # [n_regions], of each patch
+        """Sum by region [rows, columns]. Special tokens come first."""
+        numbers, group = np.unique(region, return_inverse=True)  # [n_regions], region of each patch
         if names is not None and len(names) != len(numbers):
             raise ValueError(
                 f"names must be {len(numbers)}, one for each region with patches, got {len(names)}"
             )
         called = [f"region {number}" for number in numbers] if names is None else list(names)
         group = group.reshape(self.cells.shape)  # [rows, columns]
-        lone = np.setdiff1d(np.arange(len(self)), self.cells)  # rows of no patch: special tokens
+        lone = np.setdiff1d(np.arange(len(self)), self.cells)  # rows without patches: special tokens
         row_of = np.empty(len(self), np.int64)  # [n]
         row_of[lone] = np.arange(len(lone))
         row_of[self.cells] = group + len(lone)
@@ -245,10 +245,10 @@ class ImageExplanation(Explanation):
 
 
 def region_of_tiles(mask: np.ndarray, tiles: np.ndarray, size: Sequence[int]) -> np.ndarray:
-    """[rows, columns] the region that covers most of each patch.
+    """Return the region that covers most of each patch, [rows, columns].
 
     Raises:
-        ValueError: a mask of another shape, or not of integers.
+        ValueError: the mask has another shape, or does not hold integers.
     """
     shapes = [[size[1], size[0]], list(tiles.shape[:2])]
     if list(mask.shape) not in shapes or (
@@ -280,15 +280,15 @@ def explain_image(
 ) -> ImageExplanation:
     """Explain some outputs of a head on a frozen encoder for one image.
 
-    It takes one backward pass for each of the outputs, and nothing that grows with the number of the others.
+    The cost is one backward pass per output. It does not grow with the number of other classes.
 
     Args:
         encoder: a ``VisionEncoder``.
         head: a head on its hidden states.
         picture: the image.
-        outputs: which classes, by number.
-        names: what they are called.
-        of: "words" for what each patch adds through the encoder, "states" for its hidden states.
+        outputs: numbers of the classes to explain.
+        names: names of these classes.
+        of: "words" explains patches through the encoder, "states" explains hidden states.
     """
     check_choice("of", of, ("words", "states"))
     explained = (explain_patches if of == "words" else explain_image_states)(
@@ -306,13 +306,13 @@ def explain_patches(
     *,
     by_depth: bool = False,
 ) -> list[tuple[dict[str, Any], Tensor]]:
-    """What each patch adds to some outputs of a head, through the encoder: fields, and all scores.
+    """Return what each patch adds to some outputs of a head, through the encoder: fields, and all scores.
 
-    Special tokens are weights of the encoder and no part of the image, so that they add nothing.
+    Special tokens are weights of the encoder and not part of the image, so they add nothing.
 
     Args:
         encoder, head: a frozen encoder, and a head on its hidden states.
-        outputs: the classes to explain of each image, by number, as many for each.
+        outputs: for each image, the numbers of the classes to explain; equally many for all images.
         by_depth: True to split values by the depth of the hidden states they go through.
     """
     found: list[Any] = [None] * len(pictures)
@@ -337,7 +337,7 @@ def explain_patches(
 def explain_image_states(
     encoder: VisionEncoder, head: nn.Module, pictures: Sequence[Picture], outputs: Sequence[Sequence[int]]
 ) -> list[tuple[dict[str, Any], Tensor]]:
-    """What the hidden state of each patch at each depth adds to some outputs: fields, and all scores."""
+    """Return what the hidden state of each patch and depth adds to some outputs: fields, and all scores."""
     found: list[Any] = [None] * len(pictures)
     for batch in encoder.batches(encoder.tokenize(pictures)):
         chosen = torch.tensor([list(outputs[k]) for k in batch.which])  # [b, k]
@@ -349,7 +349,7 @@ def explain_image_states(
 
 
 def places_of(encoder: VisionEncoder, picture: Picture) -> dict[str, Any]:
-    """Return the fields that say what the rows are, and the image."""
+    """Return the fields of an explanation that describe its rows, and the image."""
     image = picture.open()
     patches = encoder.patches(image.size, picture.name)
     n_special = sum(patches.special)

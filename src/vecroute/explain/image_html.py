@@ -1,4 +1,4 @@
-"""The explanation of an image as HTML: the image itself is in the page, and nothing comes from elsewhere."""
+"""Write explanations of images as self-contained HTML, with the image inside the page."""
 
 import base64
 import io
@@ -25,9 +25,9 @@ from vecroute.storage import require
 if TYPE_CHECKING:
     from vecroute.explain.image import ImageExplanation
 
-WIDTH = 384  # of the image on the page
-EXACT_PIXELS = 128 * 128  # larger images are compressed with loss
-CELL = 8  # pixels of a patch in the map of a depth
+WIDTH = 384  # width of the image on the page, in pixels
+EXACT_PIXELS = 128 * 128  # larger images are stored as JPEG
+CELL = 8  # width of a patch in the map of a depth, in pixels
 
 
 def page(
@@ -36,7 +36,7 @@ def page(
     outputs: Sequence[Any] | None = None,
     states: "ImageExplanation | None" = None,
 ) -> str:
-    """Return a whole page, for a file, with the hidden states of the image if these are given."""
+    """Return a complete page, with the hidden states of the image if these are given."""
     part = content(explanation, unit, outputs, "v0", states)
     return environment().get_template("image_page.html").render({"part": part, "heading": "h1", **STYLE})
 
@@ -56,14 +56,16 @@ def content(
     prefix: str,
     states: "ImageExplanation | None" = None,
 ) -> dict[str, Any]:
-    """What a fragment is filled with, whose ids all begin with the prefix."""
+    """Return the values for the template of a fragment. All its element ids begin with the prefix."""
     rows = explanation.aggregate(unit) if explanation.unit == "patch" else explanation
     questions = asked_first(explanation) if outputs is None else [Question(str(name)) for name in outputs]
     second = explanation if states is None else states
     compared = list(dict.fromkeys(question.output for question in questions))[:2]
     grids = [explanation.grid(name) for name in compared]  # [rows, columns] each
     largest = max(float(abs(grid).max()) for grid in grids)
-    name = PurePath(explanation.text).name  # a page is for others, whom the folders are no business of
+    name = PurePath(
+        explanation.text
+    ).name  # a page may be shared, so it does not show the folders of this machine
     head = header(explanation, rows.unit)
     return head | {
         "title": caption(name, 60),
@@ -88,13 +90,13 @@ def content(
 
 
 def size_on_page(size: Sequence[int], most: int) -> tuple[int, int]:
-    """Width and height that an image is drawn in: so wide, less where it would be more than twice as high."""
+    """Return width and height of an image on the page: at most ``most`` wide and 2 ``most`` high."""
     scale = min(most / size[0], 2 * most / size[1])
     return max(1, round(scale * size[0])), max(1, round(scale * size[1]))
 
 
 def data_uri(image: np.ndarray) -> str:
-    """Return an image [height, width, 3] as an address that holds all of it."""
+    """Encode an image [height, width, 3] as a data: address."""
     buffer = io.BytesIO()
     kind = "png" if image.shape[0] * image.shape[1] <= EXACT_PIXELS else "jpeg"
     require("PIL.Image", "images").fromarray(image).save(buffer, kind)
@@ -102,7 +104,7 @@ def data_uri(image: np.ndarray) -> str:
 
 
 def outline(rows: "ImageExplanation") -> str:
-    """Return a path along the edges between patches of different rows, for regions."""
+    """Return an SVG path along the borders between regions."""
     if rows.unit != "region":
         return ""
     path, cells = "", rows.cells
@@ -116,7 +118,7 @@ def outline(rows: "ImageExplanation") -> str:
 
 
 def labels(rows: "ImageExplanation") -> list[dict[str, Any]]:
-    """What each region is called, on the patch of it that is nearest to its middle."""
+    """Return the name of each region, placed on the patch nearest to its middle."""
     found: list[dict[str, Any]] = []
     for row in np.unique(rows.cells[rows.cells >= 0]) if rows.unit == "region" else []:
         middles = (rows.tiles[rows.cells == row][:, :2] + rows.tiles[rows.cells == row][:, 2:]) / 2  # [n, 2]
@@ -137,7 +139,7 @@ def panel(
     second: "ImageExplanation",
     question: Question,
 ) -> dict[str, Any]:
-    """All that answers one question: patches on the image, the account of the score, and each depth."""
+    """Return the values for the answer to one question: patches, the account of the score, and depths."""
     one, by_patch, by_state = (asked(why, question) for why in (rows, explanation, second))
     numbers = shown(one)
     by_depth = by_state.aggregate("depth")
@@ -156,7 +158,7 @@ def panel(
 
 
 def tiles(explanation: "ImageExplanation", grid: np.ndarray, largest: float) -> list[dict[str, Any]]:
-    """Return each patch of some strength with its box, its colour and its number."""
+    """Return the visible patches, each with its box, its colour and its number."""
     return [
         {
             "box": [round(float(side), 2) for side in (left, top, right - left, bottom - top)],
@@ -180,7 +182,7 @@ def maps(explanation: "ImageExplanation") -> list[dict[str, Any]]:
 
 
 def squares(grid: np.ndarray, largest: float) -> dict[str, str]:
-    """Return a path for each colour, and one of the dashes that mark what lowers a score."""
+    """Return one SVG path for each colour, and one for the dashes that mark negative patches."""
     paths: dict[str, str] = {}
     side = CELL - 1
     for (y, x), value in np.ndenumerate(grid):

@@ -1,4 +1,4 @@
-"""Explanations of images drawn with matplotlib: heat on the image, the map of patches at each depth."""
+"""Draw explanations of images with matplotlib: colours on the image, and a map of patches at each depth."""
 
 import io
 import math
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vecroute.explain.image import ImageExplanation
 
 KINDS = ("overlay", "map", "compare", "bars")
-SHEET_DEPTHS = 5  # with a map of their own on a sheet
-MOST_OPAQUE = 0.75  # of the strongest patch, so that the image still shows
+SHEET_DEPTHS = 5  # depths that get their own map on a sheet
+MOST_OPAQUE = 0.75  # opacity of the strongest patch, so that the image stays visible
 
 
 def plot(
@@ -42,7 +42,7 @@ def plot(
 
 
 def png(explanation: "ImageExplanation", kind: str = "overlay", dpi: int = 150, **options: Any) -> bytes:
-    """What ``plot`` draws as the bytes of a PNG file."""
+    """Return the figure of ``plot`` as the bytes of a PNG file."""
     figure = require("matplotlib.figure", "plot").Figure(
         figsize=size(explanation, kind, options.get("k", 20)), layout="constrained"
     )
@@ -53,13 +53,13 @@ def png(explanation: "ImageExplanation", kind: str = "overlay", dpi: int = 150, 
 
 
 def sheet(explanations: Sequence["ImageExplanation"], titles: Sequence[str], dpi: int = 100) -> bytes:
-    """Several images below one another as the bytes of a PNG file.
+    """Draw several images, one per line, and return the bytes of a PNG file.
 
-    Each comes with what its patches add to the highest score, all depths together, then at some depths alone;
-    depths of a line share a scale.
+    Each line shows what the patches add to the highest score: first summed over depth, then at some depths.
+    The depths of a line share a scale.
     """
     depth = len(explanations[0].depths)
-    apart = SHEET_DEPTHS if depth > 1 else 0  # one depth is all there is
+    apart = SHEET_DEPTHS if depth > 1 else 0  # with one depth, its map is the sum
     some = np.unique(np.linspace(0, depth - 1, apart).round().astype(int))
     across, down = 2 + len(some), len(explanations)
     figure = require("matplotlib.figure", "plot").Figure((1.35 * across, 1.5 * down), layout="constrained")
@@ -84,7 +84,7 @@ def columns(kind: str) -> int:
 
 
 def size(explanation: "ImageExplanation", kind: str, k: int) -> tuple[float, float]:
-    """Width and height in inches."""
+    """Return width and height in inches."""
     if kind == "bars":
         return plots.size(explanation, kind, k)
     if kind == "map":
@@ -95,7 +95,7 @@ def size(explanation: "ImageExplanation", kind: str, k: int) -> tuple[float, flo
 
 
 def layout(n: int) -> tuple[int, int]:
-    """How many maps go side by side and one below the other."""
+    """Return the numbers of columns and rows for n maps."""
     across = math.ceil(math.sqrt(1.6 * n))
     return across, math.ceil(n / across)
 
@@ -103,7 +103,7 @@ def layout(n: int) -> tuple[int, int]:
 def draw(
     explanation: "ImageExplanation", kind: str, output: Any, other: Any, of: str, k: int, ax: Any
 ) -> None:
-    """Draw on the axes, a pair of them for "compare"."""
+    """Draw on the axes; "compare" needs two of them."""
     if kind == "bars":
         plots.draw_bars(ax, explanation, output, k)
         return
@@ -133,14 +133,14 @@ def two_classes(explanation: "ImageExplanation", output: Any, other: Any) -> lis
 
 
 def strength(grid: np.ndarray, of: str) -> np.ndarray:
-    """Contributions as they are, credit without its sign, as in the paper."""
+    """Return contributions unchanged, and the absolute value of credit, as in the paper."""
     return abs(grid) if of == "phi" else grid
 
 
 def draw_overlay(ax: Any, explanation: "ImageExplanation", grid: np.ndarray, largest: float) -> None:
-    """The image, and over it each patch in a colour of its strength; what lowers the score is hatched."""
+    """Draw the image and colour each patch by its strength. Patches that lower the score are hatched."""
     width, height = explanation.size
-    grey = explanation.image.mean(-1)  # [height, width], so that the colours are those of the patches alone
+    grey = explanation.image.mean(-1)  # [height, width], so that all colours come from the patches
     ax.imshow(grey, extent=(0, width, height, 0), interpolation="nearest", cmap="gray", vmin=-80, vmax=300)
     rectangle = require("matplotlib.patches", "plot").Rectangle
     for place, value in np.ndenumerate(grid):
@@ -162,7 +162,7 @@ def colour(name: str) -> tuple[float, float, float]:
 
 
 def draw_map(ax: Any, explanation: "ImageExplanation", output: Any, of: str) -> None:
-    """A map of all patches for each depth, from the embeddings on, left to right and down."""
+    """Draw a map of all patches for each depth, embeddings first, in reading order."""
     rows, n_columns = explanation.cells.shape
     across, down = layout(len(explanation.depths))
     sheet = np.full((down * (rows + 2), across * (n_columns + 1)), np.nan)
@@ -175,7 +175,7 @@ def draw_map(ax: Any, explanation: "ImageExplanation", output: Any, of: str) -> 
     signed = of == "values"
     scale = colours("", [DOWN, GROUND, UP] if signed else [GROUND, UP])
     image = ax.imshow(sheet, cmap=scale, vmin=-largest if signed else 0.0, vmax=largest, interpolation="none")
-    # Not by colour alone: what lowers the score has a dash.
+    # A dash marks patches that lower the score, so that the map can be read without colours.
     y, x = np.nonzero(sheet < -largest / 4)
     ax.scatter(x, y, marker="_", color="black", s=8, linewidths=0.6)
     ax.set_axis_off()

@@ -1,4 +1,4 @@
-"""A page about a classifier of images on a data set: how good it is, where it goes wrong and why."""
+"""Write a report about an image classifier on a data set: its measures, its mistakes, and their reasons."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,20 +14,20 @@ from vecroute.storage import require
 if TYPE_CHECKING:
     from vecroute.explain.image import ImageExplanation
 
-N_EXAMPLES = 12  # labels with an example
-WIDTH = 208  # of an image on the page
+N_EXAMPLES = 12  # at most this many labels get an example
+WIDTH = 208  # width of an image on the page, in pixels
 
 
 def image_report(
     classifier: Any, images: Sequence[Any], labels: Sequence[Any], probabilities: np.ndarray, title: str
 ) -> str:
-    """Return the page, which needs nothing but itself.
+    """Return the report as a self-contained page.
 
     Args:
         classifier: a fitted ``RoutingClassifier`` of images, for one label per image.
-        images, labels: what to measure it on.
-        probabilities: [n, n_cls] that it predicts for the images.
-        title: of the page.
+        images, labels: the samples to measure it on.
+        probabilities: [n, n_cls] its predictions for the images.
+        title: title of the page.
     """
     pictures, truth = check_images(images, "images"), [str(label) for label in labels]
     found = measured(classifier, truth, probabilities)
@@ -37,7 +37,7 @@ def image_report(
     examples, wrong = [first[name] for name in every[:N_EXAMPLES]], found.wrong[:N_WRONG]
     why = {}
     for k in sorted({*wrong, *examples}):
-        # The predicted class, and the right one, or the next likely where it is right.
+        # Compare the predicted class with the right one, or with the runner-up if the prediction is right.
         likely = [found.names[j] for j in np.argsort(-probabilities[k], kind="stable")]
         other = truth[k] if truth[k] in likely[1:] else likely[1]
         why[k] = classifier.explain(pictures[k], classes=[known[likely[0]], known[other]])
@@ -68,7 +68,7 @@ def image_report(
 def case_of(
     why: "ImageExplanation", truth: str, predicted: str, confidence: float, name: str
 ) -> dict[str, Any]:
-    """Return an image and why: what decided for the predicted class, by region and by patch."""
+    """Return the values for an image: what decided for the predicted class, by region and by patch."""
     other = next(other for other in why.output_names if other != predicted)
     margin = why.margin(predicted, other)
     rows, grid = margin.aggregate("region"), margin.grid()  # [rows, columns]
@@ -84,7 +84,7 @@ def case_of(
 
 
 def smaller(image: np.ndarray) -> np.ndarray:
-    """Return a copy of an image [height, width, 3] that is no larger than it is shown on a fine screen."""
+    """Scale an image [height, width, 3] down to the size at which a high-resolution screen shows it."""
     copy = require("PIL.Image", "images").fromarray(image)
     copy.thumbnail((2 * WIDTH, 2 * WIDTH))
     return np.asarray(copy)

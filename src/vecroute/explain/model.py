@@ -21,26 +21,26 @@ from vecroute.io.images import Picture, check_images, is_image
 def explain_model(
     model: Any, processor: Any, inputs: Any, *, classes: Sequence[Any] | None = None, samples: int = 0
 ) -> Any:
-    """Explain what a Hugging Face classifier of texts or images computes. The model is left as it is.
+    """Explain the scores of an existing Hugging Face classifier of texts or images. The model is not changed.
 
         scores = base_values + not_explained + sum over words or patches of values
 
     Args:
-        model: such as ``AutoModelForSequenceClassification`` and ``AutoModelForImageClassification`` load,
-            in eval mode.
-        processor: its fast tokenizer, or its image processor.
+        model: a model in eval mode, for example from ``AutoModelForSequenceClassification`` or
+            ``AutoModelForImageClassification``.
+        processor: the fast tokenizer or the image processor of the model.
         inputs: one text or image, or a list of them.
-        classes: the labels to explain, as in ``model.config.id2label``, or their numbers; None for all, of
-            images for the ten with the highest scores.
+        classes: the labels to explain, as in ``model.config.id2label``, or their numbers. None for all; for
+            images, the ten with the highest scores.
         samples: see ``RoutingClassifier.explain``; for texts only.
 
     Returns:
-        An ``Explanation``, or a list of them for a list.
+        An ``Explanation``, or a list of them if inputs is a list.
 
     Raises:
-        TypeError: no such model or processor, or inputs of another type.
+        TypeError: the model, the processor or an input has another type.
         ValueError: the model has an operation that is not affine and that no rule holds fixed, it is in
-            training mode, a text is empty or too long for the model, or there is no such class.
+            training mode, a text is empty or too long for the model, or a class does not exist.
     """
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model must be a Hugging Face model, got {type(model).__name__}")
@@ -97,11 +97,11 @@ def _explain_texts(model: Any, tokenizer: Any, inputs: Any, outputs: list[int] |
 
 
 def tokenize(model: Any, tokenizer: Any, inputs: Any) -> list[Tokenized]:
-    """Return texts as tokens, each in one chunk.
+    """Tokenize texts, each in one chunk.
 
     Raises:
-        TypeError: something that is no text, or a tokenizer without character offsets.
-        ValueError: an empty text, or one that the model does not take as a whole.
+        TypeError: an input is not a text, or the tokenizer has no character offsets.
+        ValueError: a text is empty or longer than the model allows.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise TypeError(
@@ -128,7 +128,7 @@ def tokenize(model: Any, tokenizer: Any, inputs: Any) -> list[Tokenized]:
 def _split_logits(
     model: Any, tokenizer: Any, texts: Sequence[Tokenized], outputs: Sequence[int], rows: Sequence[Rows]
 ) -> list[TextSplit]:
-    """Split the scores of texts of one chunk, in batches of similar length; see ``Splitter``."""
+    """Split the scores of texts that fit one chunk, in batches of similar length; see ``Splitter``."""
     device, name = model.device, type(model).__name__
     source, found = word_table(model, name), [None] * len(texts)
     for which in length_batches([len(t.chunks[0]) for t in texts], positions_at_once(model, device)):
@@ -156,9 +156,9 @@ def split_scores(
     """Return what each position of a batch adds [b, n, k], the base [b, k], and all scores [b, n_cls].
 
     Args:
-        call: runs the model and returns its scores [b, n_cls], in a list.
+        call: runs the model and returns a list with its scores [b, n_cls].
         source, name: see ``HeldEncoder``.
-        outputs: the k classes to explain, by number.
+        outputs: numbers of the k classes to explain.
     """
     held = HeldEncoder(call, source, name)
     (scores,) = held.states  # [b, n_cls]
@@ -176,7 +176,7 @@ def split_scores(
 
 
 class PatchGrid(VisionEncoder):
-    """Where the patches of a model of images are; the model itself is not touched."""
+    """Find the places of patches for an image model, without changing the model."""
 
     def __init__(self, model: Any, processor: Any):
         self.name, self.processor, self.model = type(model).__name__, processor, model

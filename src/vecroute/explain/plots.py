@@ -1,4 +1,4 @@
-"""Explanations drawn with matplotlib: the map of rows and depths, and bars that add up to the score."""
+"""Draw explanations with matplotlib: the map of rows and depths, and bars that add up to the score."""
 
 import io
 import math
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vecroute.explain.explanation import Explanation
 
 UP, DOWN, GROUND = "#2166ac", "#d97008", "#f3f4f6"
-MOST_LABELS = 80  # more cannot be read
+MOST_LABELS = 80  # with more labels, none can be read
 
 
 def plot(
@@ -41,7 +41,7 @@ def plot(
 
 
 def png(explanation: "Explanation", kind: str = "map", dpi: int = 150, **options: Any) -> bytes:
-    """What ``plot`` draws as the bytes of a PNG file."""
+    """Return the figure of ``plot`` as the bytes of a PNG file."""
     figure = require("matplotlib.figure", "plot").Figure(
         figsize=size(explanation, kind, options.get("k", 20)), layout="constrained"
     )
@@ -52,7 +52,7 @@ def png(explanation: "Explanation", kind: str = "map", dpi: int = 150, **options
 
 
 def size(explanation: "Explanation", kind: str, k: int) -> tuple[float, float]:
-    """Width and height in inches that leave room for every label."""
+    """Return width and height in inches, with room for every label."""
     n, depth, _ = explanation.values.shape
     if kind == "map":
         return 2.5 + 0.22 * min(max(n, 8), MOST_LABELS), 1.8 + 0.2 * depth
@@ -60,7 +60,7 @@ def size(explanation: "Explanation", kind: str, k: int) -> tuple[float, float]:
 
 
 def draw_map(ax: Any, explanation: "Explanation", output: Any, of: str) -> None:
-    """Rows from left to right as in the text, depths from the embeddings up; without special tokens."""
+    """Draw rows from left to right and depths from the embeddings up, without special tokens."""
     name = explanation.output_names[explanation.index(output)]
     rows = explanation if explanation.special.all() else explanation.skip_special_tokens()
     if not len(rows):
@@ -72,7 +72,7 @@ def draw_map(ax: Any, explanation: "Explanation", output: Any, of: str) -> None:
     image = ax.imshow(
         cells, cmap=colours, vmin=-largest, vmax=largest, aspect="auto", origin="lower", interpolation="none"
     )
-    # Not by colour alone: what lowers the score has a dash.
+    # A dash marks cells that lower the score, so that the map can be read without colours.
     y, x = np.nonzero(cells < -largest / 4)
     ax.scatter(x, y, marker="_", color="black", s=16, linewidths=0.8)
     step = math.ceil(len(rows) / MOST_LABELS)
@@ -85,10 +85,10 @@ def draw_map(ax: Any, explanation: "Explanation", output: Any, of: str) -> None:
 
 
 def chosen(explanation: "Explanation", of: str) -> np.ndarray:
-    """Contributions or credit, [n, depth, n_cls].
+    """Return contributions or credit, [n, depth, n_cls].
 
     Raises:
-        ValueError: credit that the explanation does not have.
+        ValueError: the explanation has no credit.
     """
     if of not in explanation.by_row:
         raise ValueError("of='phi' needs credit, which only of='states' of a head of routings has")
@@ -96,7 +96,7 @@ def chosen(explanation: "Explanation", of: str) -> np.ndarray:
 
 
 def draw_bars(ax: Any, explanation: "Explanation", output: Any, k: int) -> None:
-    """What counts most first, and the rest, so that the numbers shown add up to the score."""
+    """Draw the largest contributions first, then the sum of the others, so that the numbers add up."""
     numbers = shown(explanation, output)
     lines = account(explanation, numbers, k)
     values = [line.value * 10.0**-numbers.decimals for line in lines]

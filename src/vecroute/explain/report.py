@@ -1,4 +1,4 @@
-"""A page about a classifier on a data set: how good it is, where it goes wrong and why, what it goes by."""
+"""Write a report about a classifier on a data set: its measures, its mistakes, and the words it relies on."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,52 +16,52 @@ from vecroute.training.evaluation import confidence_bins, evaluate
 if TYPE_CHECKING:
     from vecroute.explain.explanation import Explanation
 
-N_WRONG = 50  # texts shown that were classified wrongly, the most confident first
+N_WRONG = 50  # mistakes shown, the most confident first
 N_WORDS = 10  # words shown for each class
-FEWEST_USES = 3  # of a word, below which its mean says little; more where there are many texts
+FEWEST_USES = 3  # a word with fewer uses is not listed; the limit grows with the number of texts
 TEXTS_PER_USE = 200
-N_SUMMARY = 5  # words of a label in the summary
+N_SUMMARY = 5  # words per label in the summary
 N_DEPTHS = 100  # texts whose hidden states are explained
-FEWEST_IN_BIN = 20  # samples, below which a bin of confidence is joined with its neighbour
-BUDGET = 2_000  # scores explained for words and depths, over texts and classes
-FEWEST_EXPLAINED = 50  # texts, however many classes there are
-MATRIX = 25  # most labels that a confusion matrix is drawn of
-N_CONFUSED = 25  # pairs of labels shown instead
+FEWEST_IN_BIN = 20  # a bin of confidence with fewer samples is joined with its neighbour
+BUDGET = 2_000  # scores (texts x classes) explained for the lists of words and depths
+FEWEST_EXPLAINED = 50  # texts explained at least, however many classes there are
+MATRIX = 25  # with more labels, no confusion matrix is drawn
+N_CONFUSED = 25  # pairs of labels listed instead of the matrix
 EXCERPT = 120  # words shown of a long text
-PLOT = 220  # pixels of the calibration plot
+PLOT = 220  # width of the calibration plot in pixels
 LETTER = regex.compile(r"[\p{L}\p{N}]")
 
 
 class Word(NamedTuple):
-    """A word over a corpus: what it adds to the score of a class beyond those of the other classes."""
+    """A word in all texts: what it adds to the score of a class, minus the mean of the other classes."""
 
     word: str
     uses: int
-    mean: float  # for each use
+    mean: float  # contribution per use
     total: float
 
 
 class Measured(NamedTuple):
-    """What a page says of any classifier, and which samples it is about."""
+    """The part of a report that any classifier has, and the samples that it shows."""
 
-    filled: dict[str, Any]  # for the template
-    names: list[str]  # of the classes
+    filled: dict[str, Any]  # values for the template
+    names: list[str]  # names of the classes
     best: np.ndarray  # [n] the predicted class of each sample
     confidence: np.ndarray  # [n]
-    wrong: list[int]  # samples, the most confident first
-    explained: list[int]  # samples that words and depths are of
+    wrong: list[int]  # misclassified samples, the most confident first
+    explained: list[int]  # samples explained for the lists of words and depths
 
 
 def report(
     classifier: Any, texts: Sequence[str], labels: Sequence[Any], probabilities: np.ndarray, title: str
 ) -> str:
-    """Return the page, which needs nothing but itself.
+    """Return the report as a self-contained page.
 
     Args:
         classifier: a fitted ``RoutingClassifier``, for one label per text.
-        texts, labels: what to measure it on.
-        probabilities: [n, n_cls] that it predicts for the texts.
-        title: of the page.
+        texts, labels: the samples to measure it on.
+        probabilities: [n, n_cls] its predictions for the texts.
+        title: title of the page.
     """
     texts, truth = list(texts), [str(label) for label in labels]
     found = measured(classifier, truth, probabilities)
@@ -88,7 +88,7 @@ def report(
 
 
 def measured(classifier: Any, truth: Sequence[str], probabilities: np.ndarray) -> Measured:
-    """How good a classifier is on samples of these labels, by the probabilities [n, n_cls] it predicts."""
+    """Measure a classifier on samples with these labels, from its predictions [n, n_cls]."""
     names = [str(name) for name in classifier.classes_]
     best, confidence = probabilities.argmax(1), probabilities.max(1)  # [n] each
     right = np.array([names[j] == label for j, label in zip(best, truth, strict=True)])  # [n]
@@ -116,13 +116,13 @@ def percent(share: float) -> str:
 
 
 def interval(share: float, n: int) -> tuple[float, float]:
-    """Return the 95 % interval (Wilson) of a share that was seen in n samples."""
+    """Return the 95 % interval (Wilson) of a share measured on n samples."""
     found = binomtest(round(share * n), n).proportion_ci(method="wilson")
     return found.low, found.high
 
 
 def summary(found: Measured, title: str, samples: str) -> list[str]:
-    """What to say of the classifier in an e-mail, in sentences of plain text."""
+    """Summarise the measures in sentences of plain text, which can be pasted into an e-mail."""
     result = found.filled["result"]
     low, high = interval(result["accuracy"], result["n"])
     told = [
@@ -139,7 +139,7 @@ def summary(found: Measured, title: str, samples: str) -> list[str]:
 
 
 def summary_of_words(words: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the words that speak for each label most, in sentences of plain text."""
+    """Name the words that speak most for each label, in sentences of plain text."""
     told = []
     for one in words:
         for name, key in ((one["name"], "raise"), (one["reverse"], "lower")):
@@ -150,13 +150,13 @@ def summary_of_words(words: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def spread(n: int, most: int) -> list[int]:
-    """At most so many of n rows, evenly apart, since tables are often sorted by label."""
+    """Choose at most ``most`` of n rows, evenly spaced, because tables are often sorted by label."""
     return sorted({int(k) for k in np.linspace(0, n - 1, min(n, most)).round()})
 
 
 def wrong_case(why: "Explanation", truth: str, predicted: str, confidence: float) -> dict[str, Any]:
-    """Why a text was classified wrongly: what decided for the predicted class and against the right one."""
-    known = truth in why.output_names  # else a label that it was never taught
+    """Explain a mistake: what decided for the predicted class and against the right one."""
+    known = truth in why.output_names  # False for a label that was not in the training data
     likely = [why.output_names[j] for j in np.argsort(-why.scores, kind="stable")]
     other = truth if known else next(name for name in likely if name != predicted)
     margin = why.aggregate("word").margin(predicted, other)
@@ -167,7 +167,7 @@ def wrong_case(why: "Explanation", truth: str, predicted: str, confidence: float
 def sample_case(
     margin: "Explanation", truth: str, predicted: str, other: str | None, confidence: float
 ) -> dict[str, Any]:
-    """What is said of a sample: labels, and the account of what decided for one label rather than another."""
+    """Return the values for a sample: its labels, and the account of what decided between two of them."""
     numbers = shown(margin)
     lines = account(margin, numbers, 5)
     return {
@@ -181,7 +181,7 @@ def sample_case(
 
 
 def corpus_words(explained: Sequence["Explanation"], name: str) -> list[Word]:
-    """Every word of the texts, in lower case, and what it adds to the score of a class beyond the others.
+    """Return every word of the texts in lower case, and what it adds to a class beyond the other classes.
 
     Punctuation marks are left out.
     """
@@ -199,7 +199,7 @@ def corpus_words(explained: Sequence["Explanation"], name: str) -> list[Word]:
 
 
 def word_lists(explained: Sequence["Explanation"], name: str, fewest: int) -> dict[str, Any]:
-    """The words that raise the score of a class most and those that lower it most, used often enough."""
+    """Return the frequent words that raise the score of a class most, and those that lower it most."""
     words = corpus_words(explained, name)
     often = [word for word in words if word.uses >= fewest] or words
     lists = {
@@ -214,12 +214,12 @@ def word_lists(explained: Sequence["Explanation"], name: str, fewest: int) -> di
 
 
 def weight(word: Word) -> float:
-    """How strong a word is and how often it is used: |mean| sqrt(uses), so that "the" does not lead."""
+    """Return the rank of a word, |mean| sqrt(uses): frequent words do not win by frequency alone."""
     return abs(word.mean) * word.uses**0.5
 
 
 def word_row(word: Word, share: float) -> dict[str, Any]:
-    """Return a word with its bar."""
+    """Return the values for a word and its bar."""
     return {
         "label": caption(word.word, 24),
         "uses": word.uses,
@@ -230,7 +230,7 @@ def word_row(word: Word, share: float) -> dict[str, Any]:
 
 
 def depth_shares(explained: Sequence["Explanation"]) -> list[dict[str, Any]]:
-    """The share of each depth in the sizes of contributions, and of credit if there is any, in per cent."""
+    """Return the share of each depth in absolute contributions, and in credit if there is any, in percent."""
     columns = []
     for field in explained[0].by_row:
         shares = [abs(why.by_row[field]).sum((0, 2), dtype=np.float64) for why in explained]  # [depth] each
@@ -280,7 +280,7 @@ def confused(result: dict[str, Any]) -> list[tuple[str, str, int]]:
 
 
 def calibration(confidence: np.ndarray, right: np.ndarray) -> list[dict[str, Any]]:
-    """For each bin of confidence its samples, mean confidence and accuracy, and their places in the plot."""
+    """Return for each bin of confidence its size, mean confidence, accuracy, and place in the plot."""
     rows = []
     for mean, accuracy, n in joined(confidence_bins(confidence, right)):
         low, high = interval(accuracy, n)
@@ -300,7 +300,7 @@ def calibration(confidence: np.ndarray, right: np.ndarray) -> list[dict[str, Any
 
 
 def joined(bins: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """Bins of mean confidence, accuracy and number; small ones are joined with a neighbour."""
+    """Join small bins (mean confidence, accuracy, number of samples) with a neighbour."""
     found: list[tuple[float, float, int]] = []
     for one in bins:
         if found and found[-1][2] < FEWEST_IN_BIN:
@@ -314,6 +314,6 @@ def joined(bins: Sequence[tuple[float, float, int]]) -> list[tuple[float, float,
 
 
 def together(a: tuple[float, float, int], b: tuple[float, float, int]) -> tuple[float, float, int]:
-    """Return two bins as one."""
+    """Join two bins."""
     n = a[2] + b[2]
     return (a[0] * a[2] + b[0] * b[2]) / n, (a[1] * a[2] + b[1] * b[2]) / n, n

@@ -1,4 +1,4 @@
-"""What others do to say which tokens a score came from, and all methods by name."""
+"""Attribution methods of others, for comparison, and all methods by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ from vecroute.storage import require
 
 
 def by_gradient(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """Gradient times input of the margin, through the encoder to the embeddings of the tokens."""
+    """Compute gradient times input of the margin, through the encoder to the embeddings of the tokens."""
     with torch.enable_grad():
         embeddings = reader.embeddings(layout).detach().requires_grad_()  # [c, n, d_emb]
         total = margins(reader.head(reader.hidden(layout, embeddings), layout.mask), target, other).sum()
@@ -35,7 +35,7 @@ def by_gradient(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -
 
 
 def by_gradient_at_states(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """Gradient times input of the margin, at the hidden states."""
+    """Compute gradient times input of the margin, at the hidden states."""
     with torch.no_grad():
         hidden = reader.hidden(layout)  # [b, n_pos, depth, d_emb]
     with torch.enable_grad():
@@ -48,12 +48,12 @@ def by_gradient_at_states(reader: Reader, layout: Layout, target: Tensor, other:
 def by_integrated_gradients(
     n_steps: int = 50, *, margin: bool = True, baseline: str = "zero", steps_at_once: int = 10
 ) -> Method:
-    """Integrated gradients through the encoder, by captum: the embeddings of the text grow from a baseline.
+    """Make the method of integrated gradients (captum) from a baseline to the embeddings of the tokens.
 
     Args:
-        n_steps: of the integral; ``completeness_error`` says whether they were enough.
-        margin: whether to explain the margin over the other class, or the score of the class.
-        baseline: "zero", or "mask" or "pad" for the embedding of that token of the tokenizer.
+        n_steps: steps of the integral. ``completeness_error`` tells whether they were enough.
+        margin: True to explain the margin over the other class, False for the score of the class.
+        baseline: "zero", or "mask" or "pad" for the embedding of that token.
         steps_at_once: steps that go through the encoder together.
     """
 
@@ -73,7 +73,7 @@ def by_integrated_gradients(
         without = torch.where(content, start, embeddings)  # [c, n, d_emb]
 
         def outputs(embeddings: Tensor) -> Tensor:
-            """Return the output of each text at each step, [steps, b], of embeddings [steps, c, n, d_emb]."""
+            """Return the output [steps, b] of each text and step, from embeddings [steps, c, n, d_emb]."""
             steps = len(embeddings)
             copies = repeated(layout, steps)
             hidden = reader.hidden(copies, embeddings.flatten(0, 1))  # [steps b, n_pos, depth, d_emb]
@@ -91,14 +91,14 @@ def by_integrated_gradients(
 
 
 def by_integrated_gradients_at_states(n_steps: int = 50, steps_at_once: int = 10) -> Method:
-    """Integrated gradients of the margin by captum, where the hidden states grow from zero."""
+    """Make the method of integrated gradients (captum) of the margin, from zero to the hidden states."""
 
     def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
         with torch.no_grad():
             hidden = reader.hidden(layout)  # [b, n_pos, depth, d_emb]
 
         def outputs(hidden: Tensor) -> Tensor:
-            """The margin of each text at each step, [steps, b], of hidden [steps, b, n_pos, depth, d_emb]."""
+            """Return the margin [steps, b] of each text and step, from [steps, b, n_pos, depth, d_emb]."""
             steps = len(hidden)
             scores = reader.head(hidden.flatten(0, 1), layout.mask.repeat(steps, 1))  # [steps b, n_cls]
             return margins(scores, target.repeat(steps), other.repeat(steps)).unflatten(0, (steps, -1))
@@ -116,7 +116,7 @@ def by_integrated_gradients_at_states(n_steps: int = 50, steps_at_once: int = 10
 def integrated(
     outputs: Callable[[Tensor], Tensor], x: Tensor, without: Tensor, n_steps: int, steps_at_once: int
 ) -> Tensor:
-    """The integrated gradients of outputs [steps, b] of x [steps, ...] from ``without`` to x, like x."""
+    """Integrate the gradients of outputs [steps, b] from ``without`` to x. The result has the shape of x."""
     captum = require("captum.attr", "eval")
     found = captum.IntegratedGradients(lambda x: outputs(x).sum(-1)).attribute(
         x[None], baselines=without[None], n_steps=n_steps, internal_batch_size=steps_at_once
@@ -125,7 +125,7 @@ def integrated(
 
 
 def repeated(layout: Layout, n: int) -> Layout:
-    """Return the same texts n times over."""
+    """Repeat the texts n times."""
     shift = torch.arange(n, device=layout.rows.device)[:, None, None] * layout.ids.numel()  # [n, 1, 1]
     rows = (layout.rows + shift).flatten(0, 1)  # [n b, n_pos]
     many = {name: getattr(layout, name).repeat(n, 1) for name in ("ids", "attended", "mask", "content")}
@@ -133,7 +133,7 @@ def repeated(layout: Layout, n: int) -> Layout:
 
 
 def by_rollout(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """Attention rollout: the mean over the rows of (attention + identity) / 2 through all layers."""
+    """Compute attention rollout: the mean over the rows of (attention + identity) / 2 through all layers."""
     rolled = rollout(reader.encoder.model, layout.ids, layout.attended.long())  # [c, n, n]
     weight = layout.attended[..., None].float() / layout.attended.sum(-1)[:, None, None]  # [c, n, 1]
     return Attribution((rolled * weight).sum(1).flatten()[layout.rows])
@@ -141,7 +141,7 @@ def by_rollout(reader: Reader, layout: Layout, target: Tensor, other: Tensor) ->
 
 @torch.no_grad()
 def rollout(model: Any, *inputs: Tensor) -> Tensor:
-    """The product over all layers of (attention + identity) / 2 for some inputs of a model, [c, n, n]."""
+    """Multiply (attention + identity) / 2 over all layers of a model, [c, n, n]."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -155,7 +155,7 @@ def rollout(model: Any, *inputs: Tensor) -> Tensor:
 
 
 def by_leave_one_out(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """How much the margin falls when a token is deleted, one token after the other."""
+    """Compute how much the margin falls when each token is deleted alone."""
     found = torch.zeros_like(layout.mask, dtype=torch.float32)  # [b, n_pos]
     for k in range(len(layout.rows)):
         ids = layout.ids.flatten()[layout.rows[k]][layout.content[k]].tolist()
@@ -166,7 +166,7 @@ def by_leave_one_out(reader: Reader, layout: Layout, target: Tensor, other: Tens
 
 
 def by_lime(n_samples: int = 500) -> Method:
-    """LIME of the margin by captum, text by text: a weighted linear fit to texts with some tokens deleted."""
+    """Make the method LIME (captum) of the margin: a weighted linear fit to texts with deleted tokens."""
 
     def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
         captum = require("captum.attr", "eval")
@@ -193,7 +193,7 @@ def by_lime(n_samples: int = 500) -> Method:
 
 
 def by_shap(max_evals: int = 500) -> Method:
-    """SHAP values of the margin by the partition explainer of the package shap, text by text."""
+    """Make the method SHAP of the margin, with the partition explainer of the package shap, text by text."""
 
     def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
         shap = require("shap", "eval")
@@ -218,7 +218,7 @@ def by_shap(max_evals: int = 500) -> Method:
 
 
 class TokenMasker:
-    """For the partition explainer: tokens are deleted, neighbours are explained together first."""
+    """Masker for the partition explainer: it deletes tokens, and groups neighbours first."""
 
     def __init__(self, n: int):
         self.shape = (1, n)
@@ -230,7 +230,7 @@ class TokenMasker:
 
 
 def neighbour_tree(n: int) -> np.ndarray:
-    """A balanced tree over n neighbours as a linkage matrix [n - 1, 4]: two nodes, distance, leaves."""
+    """Build a balanced tree over n neighbours as a linkage matrix [n - 1, 4]: two nodes, distance, leaves."""
     rows: list[list[float]] = []
 
     def join(start: int, end: int) -> int:

@@ -1,4 +1,4 @@
-"""The rows of an explanation of words, and which positions of the encoder's input each of them is."""
+"""The rows of an explanation of words, and the positions of the encoder's input that belong to each row."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,39 +13,39 @@ class Rows(NamedTuple):
 
     of: list[list[int]]  # the row of each position of each chunk
     start: list[int]  # first character in the text; 0 for special tokens
-    end: list[int]  # one past the last
+    end: list[int]  # one past the last character
     special: list[bool]
     chunk: list[int]
-    ids: list[int]  # in the vocabulary
+    ids: list[int]  # ids in the vocabulary
 
 
 class TextSplit(NamedTuple):
-    """The scores of one text, split into what its words add."""
+    """The scores of one text, split into the contributions of its words."""
 
-    values: Tensor  # [n, depth or 1, k] of the rows
+    values: Tensor  # [n, depth or 1, k] contributions of the rows
     base: Tensor  # [k]
     scores: Tensor  # [k]
     all_scores: Tensor  # [n_cls]
 
 
-# Splits scores of texts into what their rows add, given the texts, their outputs and their rows.
+# A function that splits scores into contributions of rows, from the texts, their outputs and their rows.
 Splitter = Callable[[Sequence[Tokenized], Sequence[Sequence[int]], Sequence[Rows]], list[TextSplit]]
 
 
 def chunk_step(encoder: TextEncoder) -> int:
-    """Return how many tokens after the start of a chunk the next one starts."""
+    """Return the number of tokens between the starts of two chunks."""
     return encoder.max_length - encoder.tokenizer.num_special_tokens_to_add(pair=False) - encoder.stride
 
 
 def rows_of(text: Tokenized, step: int) -> Rows:
-    """Return the rows of a text. A token that several chunks have read has one row.
+    """Return the rows of a text. A token that occurs in several chunks has one row.
 
     Args:
         text: the text.
         step: see ``chunk_step``.
     """
-    numbers: list[list[int]] = []  # of each position: the token of the text, or a negative number
-    home: dict[int, tuple[int, int]] = {}  # chunk and position from which a token goes to the head
+    numbers: list[list[int]] = []  # token of the text at each position; negative for special tokens
+    home: dict[int, tuple[int, int]] = {}  # token -> the chunk and position whose state the head reads
     for chunk, special in enumerate(text.special):
         numbers.append([])
         content = 0

@@ -1,8 +1,8 @@
-"""Words explained with samples: means over random sub-texts, which are slower and more faithful.
+"""Explain words by means over random sub-texts, which is slower and more faithful.
 
-A word counts in another way when other words are gone. So its value is the mean of what it adds over random
-sub-texts that contain it. The base is the base of the full text. These means do not add up to its score. The
-difference is called *not explained*.
+The contribution of a word depends on the other words. So its value here is the mean of its contributions over
+random sub-texts that contain it. The base is the base of the full text. These means do not add up to the
+score of the full text. The difference is called *not explained*.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from vecroute.explain.segment import locate, words
 
 
 def check_samples(samples: Any, of: str = "words", images: bool = False, by_depth: bool = False) -> None:
-    """Raise unless samples is an even number, and 0 where there are no words to leave out."""
+    """Check that samples is an even number, and 0 if there are no words to leave out."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0 or samples % 2:
         raise ValueError(f"samples must be an even number, 0 for none, got {samples!r}")
     if samples and of != "words":
@@ -36,17 +36,17 @@ def split_samples(
     samples: int,
     seed: int = 0,
 ) -> list[tuple[TextSplit, Tensor]]:
-    """Return what the rows of each text add, as means over sub-texts, and what is not explained [k].
+    """Return contributions of the rows of each text, as means over sub-texts, and what is not explained [k].
 
     Args:
         split: explains texts and sub-texts.
-        texts, outputs, rows: as ``split`` takes them.
-        samples: how many sub-texts of each text, an even number. They come in pairs: each word is in one of
-            the two.
-        seed: of the sub-texts.
+        texts, outputs, rows: the arguments of ``split``.
+        samples: number of sub-texts per text, an even number. Sub-texts come in pairs: each word is in
+            exactly one of the two.
+        seed: seed of the random sub-texts.
     """
     full = split(texts, outputs, rows)
-    parts: list[tuple[int, Tokenized, Rows]] = []  # the number of the text, and a sub-text of it
+    parts: list[tuple[int, Tokenized, Rows]] = []  # index of a text, and a sub-text of it
     for k, (text, own) in enumerate(zip(texts, rows, strict=True)):
         for keep in sub_texts(words_of(own, text.text), samples, seed):
             parts.append((k, *part_of(text, own, keep)))
@@ -62,23 +62,23 @@ def split_samples(
         if times.any():
             one = one._replace(values=summed / times.to(summed)[:, None, None])  # [n, 1, k]
             explained.append((one, one.scores - one.base - one.values.sum((0, 1))))
-        else:  # a single word has no halves
+        else:  # a single word cannot be halved
             explained.append((one, torch.zeros_like(one.scores)))
     return explained
 
 
 def words_of(rows: Rows, text: str) -> list[int]:
-    """Return the number of the word of each row, -1 for special tokens, which always stay."""
+    """Return the number of the word of each row; -1 for special tokens, which are in every sub-text."""
     spans = list(zip(rows.start, rows.end, strict=True))
     numbers = locate(spans, words(text))
     return [-1 if special else word for special, word in zip(rows.special, numbers, strict=True)]
 
 
 def sub_texts(group: Sequence[int], samples: int, seed: int) -> list[list[bool]]:
-    """Return True at the rows of each sub-text: random halves of the words, and their complements.
+    """Return masks over the rows: random halves of the words, each followed by its complement.
 
     Args:
-        group: the word of each row, see ``words_of``.
+        group: the word of each row; see ``words_of``.
         samples, seed: see ``split_samples``.
     """
     generator, number = torch.Generator().manual_seed(seed), torch.tensor(group)  # [n]
@@ -92,7 +92,7 @@ def sub_texts(group: Sequence[int], samples: int, seed: int) -> list[list[bool]]
 
 
 def part_of(whole: Tokenized, rows: Rows, keep: Sequence[bool]) -> tuple[Tokenized, Rows]:
-    """Return a text without some of its rows, in the same chunks, and the rows of its positions."""
+    """Return a text that has only the rows to keep, in the same chunks, and the rows of its positions."""
     names = ("chunks", "keep", "special", "spans")
     columns: dict[str, list[Any]] = {name: [] for name in (*names, "of")}
     for chunk, index in enumerate(rows.of):

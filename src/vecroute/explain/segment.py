@@ -1,4 +1,4 @@
-"""Where the words and sentences of a text are, and which of them each token belongs to."""
+"""Find the words and sentences of a text, and the word or sentence of each token."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,8 @@ Span = tuple[int, int]  # first character and one past the last
 WORD_BOUNDARY = regex.compile(r"(?w)\b")
 VISIBLE = regex.compile(r"[^\s\p{C}\p{Z}]|\p{Co}|\p{Cn}|\p{Cs}")
 
-# Nothing is tried twice (++, and the look behind), so long runs of full stops or spaces take no longer.
+# Possessive quantifiers (++) and the look-behind prevent backtracking, so that long runs of full stops or
+# spaces take linear time.
 SENTENCE_END = regex.compile(
     r"""(?<![.!?…])[.!?…]++["'”’»)\]]*+\s++|[。！？]++["'”’»」』）]*+\s*+|\n(?:[^\S\n]*+\n)++\s*+"""
 )
@@ -21,9 +22,9 @@ TITLES = {"mr", "mrs", "ms", "dr", "prof", "st", "vs"}
 
 
 def words(text: str) -> list[Span]:
-    """The words, numbers, punctuation marks and symbols of a text, in order; no spaces or control characters.
+    """Return the words, numbers, punctuation marks and symbols of a text, in order.
 
-    In Chinese and Japanese each ideograph and hiragana counts as a word.
+    Spaces and control characters are left out. Each Chinese or Japanese ideograph and hiragana is a word.
     """
     cuts = (match.start() for match in WORD_BOUNDARY.finditer(text))
     return [span for span in pairwise(cuts) if VISIBLE.search(text, *span)]
@@ -37,10 +38,10 @@ def sentences(text: str) -> list[Span]:
 
 
 def ends_sentence(text: str, start: int, end: int) -> bool:
-    """Whether what begins at start, such as a full stop, ends a sentence, and the next begins at end."""
+    """Return whether the mark at start, such as a full stop, ends a sentence, and the next begins at end."""
     if text[start] in "\n。！？":
         return True
-    # A full stop with a space before it comes from a text split into tokens, all in lower case maybe.
+    # A full stop after a space comes from a tokenized text, which may be all lower case.
     apart = start > 0 and text[start - 1].isspace()
     if text[start] == ".":
         last = LAST_WORD.search(text, max(0, start - 20), start)
@@ -57,9 +58,10 @@ def strip(text: str, start: int, end: int) -> Span:
 
 
 def locate(tokens: Iterable[Sequence[int]], parts: list[Span]) -> list[int]:
-    """Return the part that each token belongs to, by its number, -1 where there are no parts.
+    """Return the index of the part that each token belongs to, -1 if there are no parts.
 
-    It is the part with most of its characters; for a token between parts the next one, else the last.
+    A token belongs to the part that has most of its characters. A token between parts belongs to the next
+    part, or to the last one if none follows.
 
     Args:
         tokens: first character of each token and one past the last.

@@ -1,4 +1,4 @@
-"""What people are shown: numbers rounded so that they still add up, and text with nothing hidden in it."""
+"""Prepare numbers and text for display: rounded numbers that add up, and text without hidden characters."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,25 +9,25 @@ import regex
 if TYPE_CHECKING:
     from vecroute.explain.explanation import Explanation
 
-DIGITS = 3  # significant ones, of the largest contribution
+DIGITS = 3  # significant digits of the largest contribution
 CONTROL = regex.compile(r"[\p{Cc}\p{Cs}--[\t\n]]", regex.V1)
 INVISIBLE = regex.compile(r"[\s\p{C}\p{Z}]*")
 
 
 class Shown(NamedTuple):
-    """An output in numbers of a few decimals: score = base + sum of values + rest, exactly.
+    """An output in rounded numbers for which score = base + sum of values + rest holds exactly.
 
-    All are whole numbers of the last decimal; ``number`` writes them.
+    All are integers in units of the last decimal. ``number`` writes them as decimals.
     """
 
-    values: list[int]  # [n] of every row
+    values: list[int]  # [n] one per row
     base: int
-    rest: int  # by how much the explanation misses the score; 0 unless that can be seen
+    rest: int  # score minus base and values; 0 unless rounding leaves it visible
     score: int
     decimals: int
 
     def number(self, value: int, sign: str = "-") -> str:
-        """Return a whole number of the last decimal as a decimal number; sign "+" to write that too."""
+        """Write a value as a decimal number; sign="+" writes a plus sign too."""
         digits = f"{abs(value):0{self.decimals + 1}d}"
         whole, fraction = digits[: len(digits) - self.decimals], digits[len(digits) - self.decimals :]
         mark = "-" if value < 0 else "+" if sign == "+" and value > 0 else ""
@@ -35,15 +35,15 @@ class Shown(NamedTuple):
 
 
 def shown(explanation: "Explanation", output: Any = None, decimals: int | None = None) -> Shown:
-    """Round an output so that what is shown adds up.
+    """Round an output so that the shown numbers add up.
 
-    To that end some values are rounded the other way, those nearest to the middle between two numbers. So no
-    value is off by more than one in its last decimal.
+    Some values are rounded the other way: those nearest to the middle between two numbers. So no value is off
+    by more than one in its last decimal.
 
     Args:
-        explanation: what to show.
+        explanation: the explanation to show.
         output: the class, None for the class with the highest score.
-        decimals: number of decimals, None for as many as give the largest value a few digits.
+        decimals: number of decimals. None gives the largest value DIGITS significant digits.
     """
     j = explanation.index(output)
     base, score = float(explanation.base_values[j]), float(explanation.scores[j])
@@ -60,11 +60,11 @@ def shown(explanation: "Explanation", output: Any = None, decimals: int | None =
 
 
 def round_to_sum(values: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that add up to the total, each off by one at most, or as near as that allows."""
+    """Round to integers, each off by at most one, that add up to the total or come as near as possible."""
     rounded = [round(value) for value in values]
     missing = total - sum(rounded)
     step = 1 if missing > 0 else -1
-    # What rounding moved farthest the other way comes first.
+    # Change first the values that rounding moved farthest in the opposite direction.
     order = sorted(range(len(rounded)), key=lambda i: step * (rounded[i] - values[i]))
     for i in order[: abs(missing)]:
         rounded[i] += step
@@ -72,28 +72,28 @@ def round_to_sum(values: Sequence[float], total: int) -> list[int]:
 
 
 def decimals_of(values: Iterable[float]) -> int:
-    """How many decimals show the largest of the values with a few significant digits; two at least."""
+    """Return the number of decimals, at least two, that gives the largest value DIGITS significant digits."""
     largest = max(map(abs, values))
     return DIGITS if largest == 0 else min(max(DIGITS - 1 - math.floor(math.log10(largest)), 2), 12)
 
 
 def strongest(values: Sequence[int], k: int) -> list[int]:
-    """Which k values are largest in size, largest first, of those that are not 0."""
+    """Return the indices of the k largest absolute values, largest first, without zeros."""
     order = sorted(range(len(values)), key=lambda i: -abs(values[i]))
     return [i for i in order[:k] if values[i]]
 
 
 class Line(NamedTuple):
-    """A line of an account."""
+    """A line of an account, which shows how a score adds up."""
 
     label: str
-    value: int  # a whole number of the last decimal
-    rows: list[int]  # of the explanation, none for the base
-    is_sum: bool  # of what has no line of its own
+    value: int  # in units of the last decimal
+    rows: list[int]  # rows of the explanation; empty for the base
+    is_sum: bool  # True if the line sums rows that have no line of their own
 
 
 def account(explanation: "Explanation", numbers: Shown, k: int) -> list[Line]:
-    """Return the k rows that count most, then all others, special tokens and the base: together the score."""
+    """List the k largest rows, then the sums of all others and of special tokens, and the base."""
 
     def line(label: str, rows: list[int], is_sum: bool = True) -> Line:
         return Line(label, sum(numbers.values[i] for i in rows), rows, is_sum)
@@ -114,17 +114,17 @@ def account(explanation: "Explanation", numbers: Shown, k: int) -> list[Line]:
 
 
 def plural(unit: str, n: int) -> str:
-    """What n of a unit are called."""
+    """Return the name of a unit, in the plural unless n is 1."""
     return unit if n == 1 else f"{unit}{'e' * unit.endswith('ch')}s"
 
 
 def visible(text: str) -> str:
-    """The text with control characters and halves of characters written out; line ends and tabs are left."""
+    """Write control characters and lone surrogates as escapes. Line ends and tabs stay."""
     return CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text.replace("\r\n", "\n"))
 
 
 def caption(text: str, length: int = 40) -> str:
-    """One line to call a part of a text by: written out where nothing of it can be seen, cut where long."""
+    """Return a one-line name for a part of a text: shortened if long, as escapes if it is invisible."""
     if INVISIBLE.fullmatch(text):
         return " ".join(f"U+{ord(char):04X}" for char in text[:length]) or "(nothing)"
     line = " ".join(visible(text).split())
@@ -132,7 +132,7 @@ def caption(text: str, length: int = 40) -> str:
 
 
 def pieces(explanation: "Explanation") -> Iterator[tuple[str, list[int]]]:
-    """The text from its first character to its last in pieces, each with the rows that it is of, if any.
+    """Yield the whole text in pieces, each with the rows that it belongs to, if any.
 
     Rows that share characters, such as the tokens of one emoji, share a piece.
     """

@@ -1,4 +1,4 @@
-"""Explanations for terminals, with rich."""
+"""Show explanations on terminals, with rich."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from vecroute.explain.explanation import Explanation
 
 UP, DOWN = (120, 175, 230), (245, 175, 95)
-N_MARKED = 8  # words with their number in the text
-BAR = 30  # characters
+N_MARKED = 8  # words whose number is shown in the text
+BAR = 30  # longest bar, in characters
 
 
 def renderable(explanation: "Explanation", output: Any = None, k: int = 10, unit: str = "word") -> Any:
-    """What was predicted, the text with coloured words and the account of the score, for rich to print.
+    """Return an object for rich to print: the prediction, the text with coloured words, and the account.
 
-    Colours are not all there is: the strongest words have their numbers, and bars are made of + or -.
+    It can be read without colours: the strongest words show their numbers, and bars consist of + or -.
     """
     text, table = require("rich.text", "cli"), require("rich.table", "cli")
     whole = explanation.aggregate(unit) if explanation.unit == "token" else explanation
@@ -56,7 +56,7 @@ def renderable(explanation: "Explanation", output: Any = None, k: int = 10, unit
 
 
 def style(value: float, largest: float) -> str:
-    """Return a background of the strength of a value, for black letters."""
+    """Return a background colour for black letters, by the strength of a value."""
     strength = min(abs(value) / largest, 1.0) if largest else 0.0
     if strength < 0.05:
         return ""

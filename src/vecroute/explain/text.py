@@ -1,4 +1,4 @@
-"""Explanations of texts: what each word, or each hidden state, adds to the scores of a head."""
+"""Explain texts: what each word, or each hidden state, adds to the scores of a head."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,11 +26,11 @@ def split_texts(
     by_depth: bool = False,
     margin: bool = False,
 ) -> list[TextSplit]:
-    """Split scores of texts into what their words add, in batches of similar length.
+    """Split scores of texts into contributions of their words, in batches of similar length.
 
     Args:
-        outputs: the classes to explain of each text, by number, as many for each.
-        rows: of each text.
+        outputs: for each text, the numbers of the classes to explain; equally many for all texts.
+        rows: the rows of each text.
         by_depth, margin: see ``split_words``.
     """
     found: list[Any] = [None] * len(texts)
@@ -58,13 +58,13 @@ def explain_words(
     by_depth: bool = False,
     samples: int = 0,
 ) -> list[tuple[dict[str, Any], Tensor]]:
-    """What each word of each text adds to some outputs of a head: fields of explanations, and all scores.
+    """Return what each word of each text adds to some outputs: fields of explanations, and all scores.
 
     Args:
         encoder, head: a frozen encoder, and a head on its hidden states.
-        outputs: the classes to explain of each text, by number, as many for each.
+        outputs: for each text, the numbers of the classes to explain; equally many for all texts.
         by_depth: True to split values by the depth of the hidden states they go through.
-        samples: over how many sub-texts to take means, see ``split_samples``; 0 for the text alone.
+        samples: number of sub-texts to average over; see ``split_samples``. 0 explains the text itself.
     """
     tokenized = encoder.tokenize(texts)
     rows = [rows_of(text, chunk_step(encoder)) for text in tokenized]
@@ -98,7 +98,7 @@ def fields_of(
 def explain_states(
     encoder: TextEncoder, head: nn.Module, texts: Sequence[str], outputs: Sequence[Sequence[int]]
 ) -> list[tuple[dict[str, Any], Tensor]]:
-    """What each hidden state, of each token at each depth, adds to some outputs: fields, and all scores."""
+    """Return what each hidden state (token and depth) adds to some outputs: fields, and all scores."""
     tokenized = encoder.tokenize(texts)
     found: list[Any] = [None] * len(texts)
     for batch in encoder.batches(tokenized):
@@ -111,7 +111,7 @@ def explain_states(
 
 
 def _tokens(tokenizer: Any, text: str, rows: Any) -> dict[str, Any]:
-    """Return the fields that say what the rows are."""
+    """Return the fields of an explanation that describe its rows."""
     spans = list(zip(rows.start, rows.end, strict=True))
     names = tokenizer.convert_ids_to_tokens(rows.ids)
     pieces = [

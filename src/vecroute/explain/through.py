@@ -1,8 +1,8 @@
-"""Through a frozen Transformer: from the gradients of its hidden states back to the words or patches it read.
+"""From the gradients of hidden states through a frozen Transformer back to the words or patches it read.
 
 With attention weights, scales and gates held fixed, every hidden state is affine in the embeddings of the
-words (of an image, in the embeddings of its patches). So what a word adds to a score that is affine in the
-hidden states is its embedding times a gradient, and the scores at zero embeddings are the base.
+words, or of the patches of an image. Let a score be affine in the hidden states. Then a word adds its
+embedding times a gradient to the score, and the score at zero embeddings is the base.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ class HeldEncoder:
 
     Args:
         call: runs the model on the batch and returns its hidden states, [b, n, d] each.
-        source: the weight that makes the embeddings: the table of words, or the convolution of patches.
-        name: how errors call the model.
+        source: the weight that produces the embeddings: the table of words, or the convolution of patches.
+        name: name of the model in errors.
 
     Attributes:
-        states: [b, n, d] each, with the gradient of the affine map that each is in the embeddings.
+        states: the hidden states, [b, n, d] each. Their gradients belong to affine maps of the embeddings.
 
     Raises:
         ValueError: the model has an operation that is not affine and that no rule holds fixed.
@@ -41,12 +41,12 @@ class HeldEncoder:
             return list(self.gates.run_from_source(self.call, torch.zeros_like(self.gates.x)))
 
     def pull(self, states: Sequence[Tensor], gradients: Sequence[Tensor], keep: bool) -> Tensor:
-        """What each word or patch adds by way of some states, given the gradients of these, [b, n].
+        """Return what each word or patch adds to the score through some states, [b, n].
 
         Args:
             states: some of the hidden states, or parts of them.
-            gradients: of the score, one for each.
-            keep: whether the graph is needed again.
+            gradients: the gradient of the score for each of them.
+            keep: True if the graph is needed again.
         """
         x = self.gates.x
         given = [g.to(s.dtype) for s, g in zip(states, gradients, strict=True)]
@@ -69,7 +69,7 @@ def word_table(model: Any, name: str) -> Tensor:
 
 
 def patch_filter(model: nn.Module, name: str) -> Tensor:
-    """Return the weight of the convolution by which a model of images makes the embeddings of its patches."""
+    """Return the weight of the convolution that computes the patch embeddings of an image model."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and tuple(module.kernel_size) == tuple(module.stride):
             return module.weight
@@ -77,12 +77,12 @@ def patch_filter(model: nn.Module, name: str) -> Tensor:
 
 
 def positions_at_once(model: Any, device: torch.device) -> int:
-    """How many positions of a batch fit into memory together with the gates of all layers."""
+    """Return the number of positions per batch that fit into memory with the gates of all layers."""
     config: Any = model.config
     d: Any = getattr(config, "hidden_size", None) or getattr(config, "dim", 768)
     inner: Any = getattr(config, "intermediate_size", None) or getattr(config, "hidden_dim", None) or 4 * d
     layers: Any = getattr(config, "num_hidden_layers", None) or getattr(config, "n_layers", 12)
-    numbers = layers * (2 * inner + 12 * d)  # of one position that are held
+    numbers = layers * (2 * inner + 12 * d)  # numbers held for one position
     budget, most = (2**32, 65_536) if device.type == "cuda" else (2**28, 4_096)
     return max(512, min(most, budget // numbers))
 

@@ -1,4 +1,4 @@
-"""What people are told of an explanation: what its numbers are, how score and probability belong together."""
+"""Sentences about an explanation: what its numbers mean, and how score and probability are related."""
 
 import math
 import unicodedata
@@ -16,20 +16,20 @@ MEANING = {
     "states": "Each number says what the model's inner state at that {unit} added to the score. "
     "An inner state has read the whole {whole}, so it can carry what other {units} say.",
 }
-# Short explanations of words that stand on the pages, by the class that an element has there.
+# Definitions of terms on the pages, by the CSS class of their elements.
 TERMS = {
     "base": "Base: the score before anything is read.",
     "depth": "Depth: how many layers of the encoder a state went through. The embeddings come first.",
     "credit": "Credit: how much of the routing went to a state. It has neither size nor sign.",
     "temperature": "T, the temperature: one number that makes the probabilities as sure as they should be.",
     "special": "Special tokens: marks such as [CLS] that the model itself puts around the text.",
-    "rest": "Not explained: what the other lines leave missing to the score.",
+    "rest": "Not explained: the score minus the sum of the other lines.",
 }
 TERM_OF = {"base": "base", "special tokens": "special", "not explained": "rest"}  # lines of an account
 
 
 class Question(NamedTuple):
-    """What is explained: why one class, or why one class rather than another."""
+    """The question that an explanation answers: why one class, or why one class rather than another."""
 
     output: str
     against: str | None = None
@@ -41,7 +41,7 @@ class Question(NamedTuple):
 
 
 def decided(explanation: "Explanation") -> Question:
-    """What to explain first: why the highest score, rather than the next where one class excludes another."""
+    """Return the first question: why the highest score, rather than the next one unless multi_label=True."""
     first, *others = (explanation.output_names[j] for j in np.argsort(-explanation.scores, kind="stable"))
     return Question(first, others[0] if others and not explanation.multi_label else None)
 
@@ -54,7 +54,7 @@ def asked(explanation: Any, question: Question) -> Any:
 
 
 def named(name: str) -> str:
-    """A class within a sentence; one that runs from right to left does not change the order of the rest."""
+    """Write a class name inside a sentence. A name written right to left does not reorder the rest."""
     told = caption(name, 100)
     runs_left = any(unicodedata.bidirectional(char) in ("R", "AL") for char in told)
     return f"\N{FIRST STRONG ISOLATE}{told}\N{POP DIRECTIONAL ISOLATE}" if runs_left else told
@@ -65,7 +65,7 @@ def percent(share: float) -> str:
 
 
 def chance(explanation: "Explanation", question: Question) -> dict[str, str]:
-    """Return the probability that belongs to a score and how it is computed; empty where it is not known."""
+    """Return the probability that belongs to a score, and its formula; empty if it is unknown."""
     alone = explanation.probabilities[explanation.index(question.output)]
     found = asked(explanation, question).probabilities[0]
     if not math.isfinite(alone):
@@ -83,7 +83,7 @@ def chance(explanation: "Explanation", question: Question) -> dict[str, str]:
 
 
 def predicted(explanation: "Explanation") -> str:
-    """What the classifier says, as far as the explanation tells."""
+    """Say what the classifier predicted, as far as the explanation knows."""
     shares = explanation.probabilities.astype(np.float64)  # [n_cls]
     names = [named(name) for name in explanation.output_names]
     best = int(explanation.scores.argmax())
@@ -94,13 +94,13 @@ def predicted(explanation: "Explanation") -> str:
             f"{name}, {percent(share)}" for name, share in zip(names, shares, strict=True) if share > 0.5
         ]
         return f"Predicted: {'; '.join(likely)}" if likely else "Predicted: none of these labels"
-    # A class that is not explained may be more likely.
+    # A class outside of the explanation may be more likely.
     sure = shares[best] >= 1 - shares.sum()
     return f"{'Predicted' if sure else 'Explained'}: {names[best]}, {percent(shares[best])}"
 
 
 def meaning(explanation: "Explanation", unit: str) -> str:
-    """One sentence, or two, on what the numbers are."""
+    """Say in one or two sentences what the numbers mean."""
     if unit == "depth":
         return "Each number says what the inner states of one depth added to the score."
     whole = "image" if unit in ("patch", "region") else "text"

@@ -1,4 +1,4 @@
-"""What each word of a text, or each patch of an image, adds to the scores of a head on a frozen encoder."""
+"""Compute what each word of a text, or patch of an image, adds to scores of a head on a frozen encoder."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -16,41 +16,43 @@ from vecroute.io.images import Picture
 
 
 class Run(NamedTuple):
-    """Some rows, such as chunks of texts, that go through the encoder at once."""
+    """Rows, such as chunks of texts, that go through the encoder together."""
 
-    call: Callable[[], Sequence[Tensor]]  # gives the hidden states [r, n, d] at each depth of the head
+    call: Callable[
+        [], Sequence[Tensor]
+    ]  # returns the hidden states [r, n, d] at each depth that the head reads
     keep: Tensor  # [r, n] True at the positions that go to the head
 
 
 class Reading(NamedTuple):
-    """A batch of samples on its way to a head: the kept positions of its runs are those of its samples."""
+    """A batch of samples to explain. The kept positions of its runs are the samples' positions, in order."""
 
     runs: list[Run]
-    source: Tensor  # the weight that makes embeddings
-    name: str  # of the encoder
+    source: Tensor  # the weight that produces the embeddings
+    name: str  # name of the encoder
     mask: Tensor  # [b, n_pos] True at the positions of each sample, which come first
 
 
 class Split(NamedTuple):
-    """Scores that are split exactly: scores = base + sum over positions and depths of values."""
+    """An exact split of scores: scores = base + sum over positions and depths of values."""
 
-    values: list[Tensor]  # of each run, [r, n, depth or 1, k]
+    values: list[Tensor]  # one for each run, [r, n, depth or 1, k]
     base: Tensor  # [b, k]
     scores: Tensor  # [b, k]
     all_scores: Tensor  # [b, n_cls]
 
 
 class HeldHead:
-    """A head as the affine map that it is at some hidden states.
+    """A head with its gates held fixed at some hidden states, where it is an affine map.
 
     Args:
         head: hidden states [b, n_pos, depth, d_emb] -> scores [b, n_cls].
         hidden, mask: its inputs; mask is [b, n_pos].
-        outputs: [b, k] the classes to explain, by number.
+        outputs: [b, k] numbers of the classes to explain.
         margin: True to explain the score of the first of two classes minus the second; then k = 1.
 
     Attributes:
-        hidden: the hidden states as the head took them.
+        hidden: the hidden states that the head received.
         all_scores: [b, n_cls].
         scores: [b, k].
         gradients: [b, n_pos, depth, d_emb] of each of the k scores.
@@ -82,7 +84,7 @@ class HeldHead:
             return self._chosen(self.held.at(hidden.to(self.hidden).flatten(-3, -2)))  # [b, k]
 
     def _chosen(self, x_out: Tensor) -> Tensor:
-        """[b, k] of x_out [b, n_cls, 1]."""
+        """Select the explained scores [b, k] from x_out [b, n_cls, 1]."""
         chosen = x_out[..., 0].gather(1, self.outputs)  # [b, k]
         return chosen[:, :1] - chosen[:, 1:] if self.margin else chosen
 
@@ -90,14 +92,14 @@ class HeldHead:
 def split_words(
     reading: Reading, head: nn.Module, outputs: Tensor, *, by_depth: bool = False, margin: bool = False
 ) -> Split:
-    """Split scores into what each word or patch that the encoder read adds.
+    """Split scores into the contributions of the words or patches that the encoder read.
 
-    Where there are several runs, each goes through the encoder twice, so that the gates of one are held at a
-    time.
+    If there are several runs, each goes through the encoder twice, so that memory holds the gates of only one
+    run at a time.
 
     Args:
-        reading: what is read.
-        head: on the hidden states.
+        reading: the batch to explain.
+        head: the head on the hidden states.
         outputs, margin: see ``HeldHead``.
         by_depth: True to split values by the depth of the hidden states, with a backward pass for each depth.
     """
@@ -118,7 +120,7 @@ def split_words(
         values.append(_pulled(held, run.keep, [g[own] for g in gradients], by_depth))  # [r, n, depth, k]
         zeros.append(_kept(held.at_zero(), run.keep))  # [m, depth, d]
     base = held_head.base(_padded(zeros, reading.mask))  # [b, k]
-    many = len(base) > 1  # then each row of the one run is a sample
+    many = len(base) > 1  # several samples: there is one run, and each of its rows is a sample
     rows = values[0].flatten(1, 2) if many else torch.cat([v.flatten(0, 2) for v in values])[None]
     error = completeness_error(rows.mT.to(base), base, held_head.scores)  # [b, k]
     check_complete(reading.name, error, precision(hidden))
@@ -135,7 +137,7 @@ def _kept(states: Sequence[Tensor], keep: Tensor) -> Tensor:
 
 
 def _padded(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Hidden states [m, depth, d] of all positions, one sample after the other, as [b, n_pos, depth, d]."""
+    """Pad hidden states [m, depth, d], which follow sample after sample, to [b, n_pos, depth, d]."""
     flat = torch.cat(list(parts))  # [all m, depth, d]
     hidden = flat.new_zeros(*mask.shape, *flat.shape[1:])  # [b, n_pos, depth, d]
     hidden[mask] = flat
@@ -143,7 +145,7 @@ def _padded(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
 
 
 def _pulled(held: HeldEncoder, keep: Tensor, gradients: Sequence[Tensor], by_depth: bool) -> Tensor:
-    """What each position of a run adds, [r, n, depth or 1, k], by gradients [m, depth, d] of its states."""
+    """Return what each position of a run adds, [r, n, depth or 1, k], from gradients [m, depth, d]."""
     states = [state[keep] for state in held.states]  # [m, d] each
     ways = [[level] for level in range(len(states))] if by_depth else [list(range(len(states)))]
     found, left = [], len(gradients) * len(ways)
@@ -158,7 +160,7 @@ def _pulled(held: HeldEncoder, keep: Tensor, gradients: Sequence[Tensor], by_dep
 
 
 def text_readings(encoder: TextEncoder, texts: Sequence[Tokenized]) -> Iterator[tuple[list[int], Reading]]:
-    """Texts in batches of similar length, long ones one by one; each batch with the numbers of its texts."""
+    """Yield texts in batches of similar length, long texts one by one, with the indices of the texts."""
     limit = positions_at_once(encoder.model, encoder.device)
     source = word_table(encoder.model, encoder.name)
     short = [k for k, text in enumerate(texts) if len(text.chunks) == 1]
@@ -198,7 +200,7 @@ def _text_run(encoder: TextEncoder, chunks: Sequence[list[int]], keep: Sequence[
 def image_readings(
     encoder: VisionEncoder, pictures: Sequence[Picture]
 ) -> Iterator[tuple[list[int], Reading]]:
-    """Images in batches, each with the numbers of its images."""
+    """Yield images in batches, each with the indices of its images."""
     size = max(1, positions_at_once(encoder.model, encoder.device) // encoder.n_pos)
     source = patch_filter(encoder.model, encoder.name)
     for start in range(0, len(pictures), size):
