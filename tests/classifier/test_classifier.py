@@ -266,6 +266,7 @@ def test_training_drops_inputs_and_features_only_for_heads_that_choose(tiny, hea
     usual = (0.0, 0.0) if head in ("mean_last", "mean_all", "scalar_mix", "cls") else (0.8, 0.3)
     for asked, expected in (((None, None), usual), ((0.1, None), (0.1, usual[1])), ((0.0, 0.2), (0.0, 0.2))):
         classifier = vr.RoutingClassifier(tiny, head=head, max_epochs=1, batch_size=64)
+        classifier.set_params(calibrate=False, estimate=False)
         classifier.set_params(drop_inputs=asked[0], drop_features=asked[1])
         clone(classifier).fit(TEXTS[:30], LABELS[:30])
         assert tuple(shares) == expected

@@ -163,6 +163,8 @@ KEYS = (
     "validation_accuracy",
     "history",
     "about",
+    "temperature",
+    "estimate",
 )
 OF_ENCODER = ("name", "revision", "weights", "preparation", "configuration", "files", "depths", "d_emb")
 
@@ -185,6 +187,15 @@ OF_ENCODER = ("name", "revision", "weights", "preparation", "configuration", "fi
         (lambda config: config.update(classes=[["neg"], ["pos"]]), "classes must be names or numbers"),
         (lambda config: config.update(classes=["neg", "neg"]), "the class 'neg' is there twice"),
         (lambda config: config.update(classes=["a", "b", "c"]), "the head in"),
+        *(
+            (lambda config, T=T: config.update(temperature=T), "temperature must be a positive number, is")
+            for T in (0.0, -1.0, float("nan"), float("inf"))
+        ),
+        (lambda config: config.update(temperature="1"), "'temperature' must be float, is str"),
+        (lambda config: config["estimate"].update(accuracy=1.5), "estimate: accuracy must be from 0 to 1"),
+        (lambda config: config["estimate"].update(n="many"), "estimate: n must be int, is 'many'"),
+        (lambda config: config["estimate"].update(counts={"neg": -1}), "estimate: neg must be a number of"),
+        (lambda config: config["estimate"].pop("recall"), "estimate: .*recall"),
         (lambda config: config["encoder"].update(name="./../tiny"), "is not inside the folder"),
         (lambda config: config["encoder"].update(depths=[99]), "depths must be"),
     ],

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -84,7 +85,15 @@ def on_a_terminal(*arguments, terminal=True):
 def test_1_and_7_fit_skips_holes_shows_progress_and_says_what_it_wrote(home):
     code, out, shown = on_a_terminal(*FIT, "--out", "model")
     assert code == 0, shown
-    assert out == "model: 2 classes from 120 texts\n"
+    first, accuracy, recall, advice = out.splitlines()
+    assert first == "model: 2 classes from 120 texts"
+    assert re.fullmatch(
+        r"accuracy about \d\.\d\d \(\d\.\d\d to \d\.\d\d\), by cross-validation on 120 texts; "
+        r"always 'neg': 0\.50",
+        accuracy,
+    )
+    assert re.fullmatch(r"recall: (neg|pos) \d\.\d\d, (neg|pos) \d\.\d\d", recall)
+    assert advice == "next: measure it on texts that you kept apart: `vecroute evaluate model test.csv`"
     assert "train.csv: 2 of 122 rows have no text (lines 52, 123): skipped" in shown.replace("\r\n", "\n")
     assert "hidden states" in shown
     assert "training" in shown

@@ -62,7 +62,7 @@ def test_fit_skips_rows_and_says_which(run, tiny, tmp_path):
     assert failed(refused, f"{message}; without --strict")
     done = run(*arguments, "--out", out, "--keep-examples")
     assert done.code == 0
-    assert done.out == f"{out}: 2 classes from 120 texts\n"
+    assert done.out.splitlines()[0] == f"{out}: 2 classes from 120 texts"
     assert done.err == f"vecroute: {tmp_path / 'train.csv'}: {message}: skipped\n"
     examples = vr.RoutingClassifier.from_pretrained(out).examples_
     assert len(examples) == 3

@@ -61,7 +61,7 @@ def test_it_learns():
     head = make_head()
     # The class shows in one feature, which must stay.
     recipe = Recipe(max_epochs=8, lr=1e-2, batch_size=16, drop_inputs=0.5, drop_features=0.0)
-    history, kept = train(head, task, recipe)
+    history, kept, _ = train(head, task, recipe)
     assert len(history) <= 8
     assert history[-1]["loss"] < 0.8 * history[0]["loss"]
     hidden, mask = task.features.batch(task.valid, torch.device("cpu"))
@@ -164,7 +164,7 @@ def test_it_stops_when_validation_gets_worse_and_keeps_the_last_good_weights(mon
 def test_few_validation_samples_decide_nothing(monkeypatch):
     accuracies = iter([0.8, 0.3, 0.2, 0.1])
     monkeypatch.setattr(Trainer, "validate", lambda self: (next(accuracies), 1.0))
-    history, kept = train(make_head(), make_task(), Recipe(max_epochs=4, patience=1, batch_size=8))
+    history, kept, _ = train(make_head(), make_task(), Recipe(max_epochs=4, patience=1, batch_size=8))
     assert (len(history), kept) == (4, 3)
 
 
@@ -382,7 +382,7 @@ accelerator, head = make_accelerator(), make_head()
 trainer = Trainer(head, make_task(), Recipe(batch_size=8), accelerator, None, 0)
 taken = accelerator.gather(torch.tensor([batch[:5] for batch in trainer.batches()])[None])
 assert not set(taken[0].flatten().tolist()) & set(taken[1].flatten().tolist())
-history, _ = train(head, make_task(), Recipe(max_epochs=2, batch_size=8, lr=1e-2), accelerator=accelerator)
+history, *_ = train(head, make_task(), Recipe(max_epochs=2, batch_size=8, lr=1e-2), accelerator=accelerator)
 weights = torch.cat([p.detach().flatten() for p in head.parameters()])
 every = accelerator.gather(weights[None])
 assert every.shape[0] == 2 and torch.equal(every[0], every[1])

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from vecroute.classifier.estimate import Estimate
 from vecroute.io.cells import visible
 
 N_CLASSES = 50  # the card names at most this many
@@ -98,6 +99,8 @@ def table(config: dict[str, Any]) -> str:
         "validation accuracy": "not validated"
         if accuracy is None
         else f"{accuracy:.3f} on {n['validation']} {samples}",
+        **estimated(config["estimate"]),
+        "temperature": f"{config['temperature']:.3g}",
         "encoder": name + (f", revision {encoder['revision']}" if encoder["revision"] else ""),
         "sha256 of the encoder's weights": encoder["weights"],
         **config["about"],
@@ -107,6 +110,19 @@ def table(config: dict[str, Any]) -> str:
     }
     lines = [f"| {escaped(key)} | {escaped(value)} |\n" for key, value in rows.items() if value is not None]
     return "| | |\n|---|---|\n" + "".join(lines)
+
+
+def estimated(found: dict[str, Any] | None) -> dict[str, str]:
+    """Return rows on how good the classifier is expected to be, and what to do next."""
+    if found is None:
+        return {}
+    estimate = Estimate(**found)
+    accuracy, recall = estimate.lines()
+    return {
+        "estimate": accuracy,
+        "recall": recall.removeprefix("recall").lstrip(":, "),
+        "advice": estimate.advice(),
+    }
 
 
 def named(classes: list[Any]) -> str:

@@ -21,6 +21,7 @@ from sklearn.utils.validation import check_is_fitted  # type: ignore[import-unty
 from torch import Tensor
 
 from vecroute.classifier.columns import is_dataset, is_splits, labels_of, samples_and_labels, samples_of
+from vecroute.classifier.estimate import Estimate, make_estimate
 from vecroute.classifier.labels import (
     check_label_sets,
     check_labels,
@@ -39,6 +40,8 @@ from vecroute.encoders.vision import VisionEncoder
 from vecroute.heads import CHOOSING, make_head
 from vecroute.io.images import check_images
 from vecroute.training import Recipe, Task, make_accelerator, remove_finished, train
+from vecroute.training.calibration import fit_temperature, probabilities
+from vecroute.training.folds import N_FOLDS, make_folds, out_of_fold
 from vecroute.training.progress import progress_bar
 from vecroute.training.recipe import FEW, WEIGHT_DECAY_OF_FEW
 
@@ -71,6 +74,11 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         class_weight: None, "balanced", or a dict by label.
         multi_label: True if a text may have any number of labels. Then y is a collection of labels for each
             text, or a table of zeros and ones, and ``predict`` returns such a table.
+        calibrate: True to fit a temperature T, so that probabilities are as sure as the classifier is right.
+            They are softmax(scores / T), or sigmoid(scores / T) if multi_label=True. False means T = 1.
+        estimate: True to tell how good the classifier is, as ``estimate_``. Both use the validation texts.
+            Without validation, ``fit`` trains three more heads, each on two thirds of the texts, and tests
+            them on the rest, which takes about twice the time of the head.
         keep_examples: True to store three of the texts with the classifier, as ``examples_``.
         cache: where to store hidden states: True for the user's cache folder, a folder, or False for nowhere.
         cache_bytes: size limit of that folder.
@@ -86,6 +94,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         encoder_: the ``TextEncoder`` or ``VisionEncoder``.
         history_: loss and validation of each epoch.
         validation_accuracy_: validation accuracy of the final weights, None without validation.
+        temperature_: T, 1 if calibrate=False.
+        estimate_: the expected accuracy on new texts, an ``Estimate``, None if estimate=False.
         examples_: up to three training texts, none unless keep_examples=True.
     """
 
@@ -114,6 +124,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         validation_fraction: float | None = None,
         class_weight: Any = None,
         multi_label: bool = False,
+        calibrate: bool = True,
+        estimate: bool = True,
         keep_examples: bool = False,
         cache: bool | str | Path = True,
         cache_bytes: int = 20 * 1024**3,
@@ -144,6 +156,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         self.validation_fraction = validation_fraction
         self.class_weight = class_weight
         self.multi_label = multi_label
+        self.calibrate = calibrate
+        self.estimate = estimate
         self.keep_examples = keep_examples
         self.cache = cache
         self.cache_bytes = cache_bytes
@@ -194,12 +208,14 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             key=text_key("\0".join([encoder.key, *(t if isinstance(t, str) else t.key for t in texts)])),
         )
         checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
-        trained = train(head, task, recipe, checkpoint=checkpoint, accelerator=accelerator, show=self._show)
+        options: dict[str, Any] = {"accelerator": accelerator, "show": self._show}
+        trained = train(head, task, recipe, checkpoint=checkpoint, score=validate_on, **options)
         self.classes_ = task_labels.classes
         self.encoder_, self.head_, self.history_ = encoder, head.eval(), trained.history
         self.validation_accuracy_ = trained.history[trained.kept].get("valid_accuracy")
         self.identity_ = encoder.identity
         self.n_texts_ = {"train": len(train_on), "validation": len(validate_on)}
+        self._judge(task, recipe, trained.scores, texts, **options)
         self.examples_ = examples(texts, task_labels) if self.keep_examples else []
         return self
 
@@ -219,8 +235,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         """Return the probability of each class for each text, [n, n_cls], in the order of ``classes_``."""
         if is_splits(X):
             return {split: self.predict_proba(part) for split, part in X.items()}
-        scores = self._scores(X)  # [n, n_cls]
-        return (scores.sigmoid() if self.multi_label else scores.softmax(-1)).numpy()
+        return probabilities(self._scores(X), self.temperature_, self.multi_label).numpy()  # [n, n_cls]
 
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Return the accuracy. y may be None if X is a dataset with labels."""
@@ -403,6 +418,33 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         if given["weight_decay"] is None:
             given["weight_decay"] = WEIGHT_DECAY_OF_FEW if n < FEW else Recipe.weight_decay
         return Recipe(seed=self.random_state, **given)
+
+    def _judge(self, task: Task, recipe: Recipe, scores: Tensor, texts: list[Any], **options: Any) -> None:
+        """Set the temperature and the estimate, by validation or else by cross-validation.
+
+        Args:
+            task, recipe: what the head has learned, and how.
+            scores: [n_valid, n_cls] of the samples for validation.
+            texts: all samples.
+            options: of ``out_of_fold``.
+        """
+        self.temperature_ = 1.0
+        self.estimate_: Estimate | None = None
+        method, tested = "validation", task.valid
+        if not (self.calibrate or self.estimate):
+            return
+        if not tested:
+            method, tested = "cross-validation", task.train
+            fold = make_folds(task.targets, texts, self.random_state)  # [n]
+            if fold.max() < N_FOLDS - 1:  # almost all texts are equal
+                return
+            new_head = partial(self._new_head, self.encoder_, len(self.classes_))
+            scores = out_of_fold(new_head, task, recipe, fold, **options)  # [n, n_cls]
+        if self.calibrate:
+            self.temperature_ = fit_temperature(scores, task.targets[tested], self.multi_label)
+        if self.estimate:
+            samples = "images" if self._of_images() else "texts"
+            self.estimate_ = make_estimate(scores, task, tested, self.classes_.tolist(), method, samples)
 
     def _of_images(self) -> bool:
         return is_of_images(self.encoder, self.revision)

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from vecroute.classifier.labels import check_texts
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.explanation import Explanation, where_from
@@ -13,6 +11,7 @@ from vecroute.explain.samples import check_samples
 from vecroute.explain.text import explain_states, explain_words
 from vecroute.io.images import Picture, check_images, is_image
 from vecroute.ops.checks import check_choice
+from vecroute.training.calibration import probabilities
 
 if TYPE_CHECKING:
     from vecroute.classifier.estimator import RoutingClassifier
@@ -49,10 +48,10 @@ def explain(
         explained = explain_words(encoder, head, texts, outputs, by_depth=by_depth, samples=samples)
     kind: Any = ImageExplanation if images else Explanation
     names = [str(label) for label in classifier.classes_.tolist()]
-    temperature = float(getattr(classifier, "temperature_", 1.0))
+    T, multi_label = classifier.temperature_, classifier.multi_label
     common: dict[str, Any] = {
-        "temperature": temperature,
-        "multi_label": classifier.multi_label,
+        "temperature": T,
+        "multi_label": multi_label,
         "about": where_from(encoder.name),
     }
     found = [
@@ -60,7 +59,7 @@ def explain(
             **fields,
             **common,
             output_names=[names[j] for j in chosen],
-            probabilities=probabilities(scores, temperature, classifier.multi_label)[list(chosen)],
+            probabilities=probabilities(scores, T, multi_label)[list(chosen)],
         )
         for chosen, (fields, scores) in zip(outputs, explained, strict=True)
     ]
@@ -81,9 +80,3 @@ def which_outputs(
     if not asked:
         raise ValueError(f"classes must be at least one of {known}, got none")
     return [[known.index(label) for label in asked]] * len(texts)
-
-
-def probabilities(scores: Tensor, temperature: float, multi_label: bool) -> Tensor:
-    """Return the probabilities [n_cls] for all scores [n_cls]."""
-    scores = scores.double() / temperature  # [n_cls]
-    return scores.sigmoid() if multi_label else scores.softmax(-1)  # [n_cls]

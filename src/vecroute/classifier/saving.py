@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from vecroute.classifier.card import model_card
+from vecroute.classifier.estimate import Estimate
 from vecroute.encoders.finding import first_line
 from vecroute.encoders.identity import Identity, difference
 from vecroute.encoders.loading import pick_device
@@ -31,6 +34,7 @@ NOT_SAVED |= {"encoder", "revision", *ENCODER_OPTIONS}
 # The entries of a configuration and their types. Predictions depend on all of these parameters.
 ENTRIES: dict[str, Any] = {"classes": list, "params": dict, "encoder": dict, "samples": str, "vecroute": str}
 ENTRIES |= {"n_texts": dict, "validation_accuracy": float | None, "history": list, "about": dict}
+ENTRIES |= {"temperature": float, "estimate": dict | None}
 ENCODER_ENTRIES: dict[str, Any] = {"name": str, "revision": str | None, "depths": list, "stride": int}
 ENCODER_ENTRIES |= {"max_length": int | None, "special_tokens": bool, "depth": int, "d_emb": int}
 ENCODER_ENTRIES |= {"weights": str, "preparation": str, "configuration": dict, "files": dict}
@@ -131,6 +135,8 @@ def describe(classifier: Any, about: dict) -> dict[str, Any]:
         },
         "n_texts": classifier.n_texts_,
         "validation_accuracy": classifier.validation_accuracy_,
+        "temperature": classifier.temperature_,
+        "estimate": None if classifier.estimate_ is None else asdict(classifier.estimate_),
         "history": classifier.history_,
         "examples": getattr(classifier, "examples_", []),
         "about": about,
@@ -165,6 +171,7 @@ def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, v
     classifier.classes_ = np.asarray(config["classes"])
     classifier.n_texts_, classifier.history_ = config["n_texts"], config["history"]
     classifier.validation_accuracy_, classifier.about_ = config["validation_accuracy"], config["about"]
+    classifier.temperature_, classifier.estimate_ = config["temperature"], read_estimate(config)
     classifier.examples_ = config.get("examples", [])
     classifier.head_ = load_head(classifier, folder, config, weights).to(target).eval()
     return classifier
@@ -241,6 +248,17 @@ def check_config(cls: Any, folder: Path, config: dict[str, Any]) -> None:
     if len(set(map(str, classes))) < len(classes):
         again = next(name for k, name in enumerate(classes) if str(name) in map(str, classes[:k]))
         raise ValueError(f"{mistake}the class {again!r} is there twice")
+    if not 0 < config["temperature"] < math.inf:
+        raise ValueError(f"{mistake}temperature must be a positive number, is {config['temperature']}")
+    try:
+        read_estimate(config)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{mistake}estimate: {first_line(error)}") from error
+
+
+def read_estimate(config: dict[str, Any]) -> Estimate | None:
+    """Return the estimate in a configuration, None if there is none."""
+    return None if config["estimate"] is None else Estimate(**config["estimate"])
 
 
 def check_entries(found: dict[str, Any], expected: dict[str, Any], mistake: str) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from vecroute.cli.common import Delimiter, Device, Strict, app, check_data, fail, finite, read_texts, told
 from vecroute.cli.threads import limit_threads
+from vecroute.io.cells import visible
 
 
 @app.command(
@@ -42,6 +43,12 @@ def fit(
         float | None,
         typer.Option(help="Fraction of the texts to validate on; chosen by the amount of data if left out."),
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option(help="Fit a temperature, so that probabilities are as sure as they should be.")
+    ] = True,
+    estimate: Annotated[
+        bool, typer.Option(help="Tell how good the classifier is; with few texts by cross-validation.")
+    ] = True,
     balanced: Annotated[bool, typer.Option(help="Give every class the same weight.")] = False,
     max_length: Annotated[int | None, typer.Option(min=1, help="Tokens per chunk of a long text.")] = None,
     stride: Annotated[int, typer.Option(min=0, help="Tokens that neighbouring chunks share.")] = 0,
@@ -78,6 +85,8 @@ def fit(
         class_weight="balanced" if balanced else None,
         max_length=max_length,
         stride=stride,
+        calibrate=calibrate,
+        estimate=estimate,
         cache=cache,
         checkpoint=partial,
         shard_inputs=shard_inputs,
@@ -99,10 +108,20 @@ def fit(
     if os.environ.get("RANK", "0") != "0":  # only the first of several processes writes
         return
     classifier.save_pretrained(out, overwrite=force, about={**about, "data": data.name})
-    accuracy = classifier.validation_accuracy_
-    validated = "" if accuracy is None else f", validation accuracy {accuracy:.3f}"
-    trained = f"{classifier.n_texts_['train']} {'images' if data.is_dir() else 'texts'}"
-    print(f"{out}: {len(classifier.classes_)} classes from {trained}{validated}")
+    tell_result(classifier, out)
+
+
+def tell_result(classifier: Any, out: Path) -> None:
+    """Print what was fitted, how good it is, and what to do next."""
+    accuracy, estimate = classifier.validation_accuracy_, classifier.estimate_
+    validated = "" if accuracy is None or estimate else f", validation accuracy {accuracy:.3f}"
+    samples = "images" if hasattr(classifier.encoder_, "grid") else "texts"
+    print(
+        f"{out}: {len(classifier.classes_)} classes from {classifier.n_texts_['train']} {samples}{validated}"
+    )
+    if estimate is not None:
+        for line in (*estimate.lines(), f"next: {estimate.advice(str(out))}"):
+            print(visible(line))
 
 
 def read_data(

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -43,6 +44,7 @@ class Trained(NamedTuple):
 
     history: list[dict[str, float]]  # loss, validation loss and validation accuracy of every epoch
     kept: int  # epoch whose weights are kept
+    scores: Tensor  # [k, n_cls] of the samples to score, by the final weights, in double precision on the CPU
 
 
 def train(
@@ -53,7 +55,9 @@ def train(
     checkpoint: Path | None = None,
     checkpoint_seconds: float | None = None,
     accelerator: Accelerator | None = None,
+    score: Sequence[int] = (),
     show: bool = False,
+    title: str = "training",
 ) -> Trained:
     """Train a head in place. Its final weights are the running mean at the last good validation.
 
@@ -66,14 +70,16 @@ def train(
             ``<checkpoint>.damaged``, and training starts again.
         checkpoint_seconds: seconds between two checkpoints, None for 5.
         accelerator: the processes to use, None to detect them.
-        show: the progress bar.
+        score: samples to score with the final weights.
+        show: True for a progress bar, with this title.
 
     Raises:
         ValueError: the checkpoint belongs to another run.
     """
     accelerator = accelerator or make_accelerator()
     seconds = CHECKPOINT_SECONDS if checkpoint_seconds is None else checkpoint_seconds
-    return Trainer(head, task, recipe, accelerator, checkpoint, seconds).run(show)
+    trainer = Trainer(head, task, recipe, accelerator, checkpoint, seconds)
+    return trainer.run(score, show, title)
 
 
 class Trainer:
@@ -115,10 +121,10 @@ class Trainer:
             remove_abandoned(checkpoint)
             self.load()
 
-    def run(self, show: bool) -> Trained:
+    def run(self, score: Sequence[int], show: bool, title: str) -> Trained:
         progress, patience = self.progress, self.recipe.patience
         show = show and self.accelerator.is_main_process
-        with progress_bar(show, "training", self.epochs * self.steps) as bar:
+        with progress_bar(show, title, self.epochs * self.steps) as bar:
             while progress.epoch < self.epochs and progress.epoch - progress.kept <= patience:
                 batches = self.batches()
                 while progress.step < self.steps:
@@ -133,7 +139,8 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.given.named_parameters():
                 parameter.copy_(self.kept[name])
-        return Trained(progress.history, progress.kept)
+        scores = self.scores(score, self.kept).double().cpu()  # [k, n_cls]
+        return Trained(progress.history, progress.kept, scores)
 
     def batches(self) -> list[list[int]]:
         """Return the samples of each step of this epoch on this process."""
@@ -223,27 +230,27 @@ class Trainer:
         logger.info("epoch %d of %d: %s", progress.epoch, self.epochs, told)
         self.save()
 
-    @torch.no_grad()
     def validate(self) -> tuple[float, float]:
-        """Return accuracy and loss of the averaged weights. Each process evaluates a share of the samples."""
-        sums = torch.zeros(3, device=self.accelerator.device)  # right, loss, samples
-        own = self.task.valid[self.rank :: self.world]
-        own = sorted(own, key=self.task.features.lengths.__getitem__)
+        """Return accuracy and loss of the averaged weights."""
+        scores = self.scores(self.task.valid, self.average)  # [n, n_cls]
+        targets = self.task.targets[self.task.valid].to(scores.device)  # [n, n_cls]
+        return self.task.right(scores, targets).mean().item(), self.task.loss(scores, targets).item()
+
+    @torch.no_grad()
+    def scores(self, which: Sequence[int], weights: dict[str, Tensor]) -> Tensor:
+        """Return the scores [k, n_cls] of samples by some weights. Each process computes a share of them."""
+        row_of = {sample: row for row, sample in enumerate(which)}
+        found = torch.zeros(len(which), self.task.targets.shape[1], device=self.accelerator.device)
+        own = sorted(which[self.rank :: self.world], key=self.task.features.lengths.__getitem__)
         size = 2 * self.recipe.batch_size
         for start in range(0, len(own), size):
             for part in self.groups(own[start : start + size]):
-                hidden, mask, targets = self.load_batch(part)
+                hidden, mask, _ = self.load_batch(part)
                 mask = self.own_positions(mask)  # [b, n_pos]
                 with self.autocast():
-                    scores = functional_call(
-                        self.head, self.average, (hidden.float(), mask)
-                    ).float()  # [b, n_cls]
-                loss = self.task.loss(scores, targets) * len(part)
-                sums += torch.stack(
-                    [self.task.right(scores, targets).sum(), loss, loss.new_tensor(len(part))]
-                )
-        sums = self.accelerator.reduce(sums)
-        return (sums[0] / sums[2]).item(), (sums[1] / sums[2]).item()
+                    scores = functional_call(self.head, weights, (hidden.float(), mask))  # [b, n_cls]
+                found[[row_of[k] for k in part]] = scores.float()
+        return found if self.mesh is not None else self.accelerator.reduce(found)  # [k, n_cls]
 
     def groups(self, which: list[int]) -> list[list[int]]:
         """Split a batch so that the padded inputs of all members stay within a fixed size."""
