@@ -82,20 +82,13 @@ class Estimate:
         """
         few = {name: count for name, count in self.counts.items() if count < HANDFUL}
         worst = min(self.recall, key=self.recall.__getitem__, default=None)
+        again = "then run `vecroute fit` again"
         if few:
-            return (
-                f"too few {self.samples} of {listed(few)}: label more of them, then run `vecroute fit` again"
-            )
+            return f"too few {self.samples} of {listed(few)}: label more, {again}"
         if self.low <= self.baseline:
-            return (
-                f"not clearly better than always {self.majority!r}: label more {self.samples}, "
-                "then run `vecroute fit` again"
-            )
+            return f"not clearly better than always {self.majority!r}: label more {self.samples}, {again}"
         if worst is not None and self.recall[worst] < self.accuracy / 2:
-            return (
-                f"{worst!r} is seldom recognised: label more {self.samples} of it, or run `vecroute fit` "
-                "again with --balanced"
-            )
+            return f"{worst!r} is seldom recognised: label more {self.samples} of it, {again}"
         data = "photos/" if self.samples == "images" else "test.csv"
         return f"measure it on {self.samples} that you kept apart: `vecroute evaluate {model} {data}`"
 
@@ -126,9 +119,9 @@ def make_estimate(
 
 
 def most_frequent(targets: Tensor) -> Tensor:
-    """Return the most frequent row [n_cls] of targets [n, n_cls]."""
-    rows, counts = torch.unique(targets, dim=0, return_counts=True)  # [m, n_cls], [m]
-    return rows[counts.argmax()]
+    """Return the most frequent row [n_cls] of targets [n, n_cls], of equals that of the first class."""
+    rows, counts = torch.unique(targets, dim=0, return_counts=True)  # [m, n_cls], [m] sorted
+    return rows.flip(0)[counts.flip(0).argmax()]
 
 
 def listed(counts: dict[str, int]) -> str:
