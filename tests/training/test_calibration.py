@@ -7,7 +7,7 @@ import torch
 
 from tests.training.test_training import make_head, make_task
 from vecroute.training import Recipe
-from vecroute.training.calibration import fit_temperature, probabilities
+from vecroute.training.calibration import fit_temperature, probabilities, usual_temperature
 from vecroute.training.folds import N_FOLDS, make_folds, out_of_fold
 
 
@@ -26,10 +26,10 @@ def drawn(T, n=4000, n_cls=3, multi_label=False):
 def test_it_recovers_a_known_temperature(T, multi_label):
     for n_cls in (2, 5):
         scores, targets = drawn(T, n_cls=n_cls, multi_label=multi_label)
-        assert fit_temperature(scores, targets, multi_label) == pytest.approx(T, rel=0.12)
+        assert fit_temperature(scores, targets, 4000, multi_label) == pytest.approx(T, rel=0.12)
         # A constant added to the scores changes nothing but the sigmoids.
         if not multi_label:
-            assert fit_temperature(scores + 7, targets) == pytest.approx(T, rel=0.12)
+            assert fit_temperature(scores + 7, targets, 4000) == pytest.approx(T, rel=0.12)
 
 
 def test_probabilities_are_of_divided_scores():
@@ -44,8 +44,14 @@ def test_probabilities_are_of_divided_scores():
 def test_few_samples_do_not_make_it_extreme(right):
     """All right would mean T = 0 without a prior, all wrong an infinite T."""
     scores, targets = torch.tensor([[2.0, -2.0]] * 8), torch.tensor([[1.0, 0.0]] * 8)
-    T = fit_temperature(scores, targets if right else 1 - targets)
-    assert (0.2 < T < 2) if right else (2 < T < 20)
+    T = fit_temperature(scores, targets if right else 1 - targets, 8)
+    assert (1 < T < usual_temperature(8)) if right else (usual_temperature(8) < T < 20)
+
+
+def test_heads_that_learned_from_less_are_less_sure():
+    scores, targets = drawn(1.0, n=10)
+    assert fit_temperature(scores, targets, 10) > 1.2 * fit_temperature(scores, targets, 300)
+    assert usual_temperature(1000) == usual_temperature(10**6) == 1
 
 
 def test_folds_have_all_classes_and_keep_equal_samples_together():

@@ -153,7 +153,7 @@ def test_it_stops_when_validation_gets_worse_and_keeps_the_last_good_weights(mon
     monkeypatch.setattr(Trainer, "validate", lambda self: (next(accuracies), 1.0))
     recipe = Recipe(max_epochs=50, patience=3, batch_size=8)
     trainer = Trainer(make_head(), make_task(), recipe, make_accelerator(), None, 0)
-    history, kept = trainer.run(show=False)
+    history, kept, _ = trainer.run(show=False)
     assert [row["valid_accuracy"] for row in history] == [0.5, 0.8, 0.75, 0.6, 0.72, 0.69, 0.3, 0.2]
     assert kept == 4
     average = {name: p.clone() for name, p in trainer.kept.items()}

@@ -15,6 +15,7 @@ from vecroute.ops.checks import check_choice, check_size
 from vecroute.training.loop import BATCH_BYTES, make_accelerator
 
 WIDTH = 100  # width of the table in characters
+NEITHER = {"calibrate": False, "estimate": False}  # accuracy is measured on the test texts
 FLIPS = 10_000  # random sign flips in the paired test
 
 
@@ -77,7 +78,7 @@ def compare(
     for head in heads:
         results.append([])
         for seed in range(seeds):
-            classifier = RoutingClassifier(**options, head=head, random_state=seed)
+            classifier = RoutingClassifier(**{**NEITHER, **options}, head=head, random_state=seed)
             result = fit_and_test(classifier, texts, y, features, truth)
             results[-1].append(result)
             if step:

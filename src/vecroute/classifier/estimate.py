@@ -119,7 +119,7 @@ def make_estimate(
 
 
 def most_frequent(targets: Tensor) -> Tensor:
-    """Return the most frequent row [n_cls] of targets [n, n_cls], of equals that of the first class."""
+    """Return the most frequent row [n_cls] of targets [n, n_cls]. If several are, the first class wins."""
     rows, counts = torch.unique(targets, dim=0, return_counts=True)  # [m, n_cls], [m] sorted
     return rows.flip(0)[counts.flip(0).argmax()]
 

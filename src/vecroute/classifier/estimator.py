@@ -441,7 +441,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             new_head = partial(self._new_head, self.encoder_, len(self.classes_))
             scores = out_of_fold(new_head, task, recipe, fold, **options)  # [n, n_cls]
         if self.calibrate:
-            self.temperature_ = fit_temperature(scores, task.targets[tested], self.multi_label)
+            targets = task.targets[tested]  # [k, n_cls]
+            self.temperature_ = fit_temperature(scores, targets, len(task.train), self.multi_label)
         if self.estimate:
             samples = "images" if self._of_images() else "texts"
             self.estimate_ = make_estimate(scores, task, tested, self.classes_.tolist(), method, samples)

@@ -6,26 +6,35 @@ import torch.nn.functional as nnf
 from scipy.optimize import minimize_scalar  # type: ignore[import-untyped]
 from torch import Tensor
 
+from vecroute.training.recipe import FEW
+
 LOWEST, HIGHEST = 0.05, 50.0  # temperatures that are tried
-# Few texts say little about T. So log T has a prior, a normal distribution with this mean and deviation.
-MEAN, DEVIATION = 0.0, 1.0
+# Few samples say little about T. So log T has a normal prior with this deviation.
+DEVIATION = 0.5
 
 
-def fit_temperature(scores: Tensor, targets: Tensor, multi_label: bool = False) -> float:
+def usual_temperature(n: int) -> float:
+    """Return the T that a head needs on average if it learned from n samples: fewer make it too sure."""
+    return max(FEW / n, 1.0) ** (1 / 3)
+
+
+def fit_temperature(scores: Tensor, targets: Tensor, n: int, multi_label: bool = False) -> float:
     """Return the T that makes the labels of samples, which the head has not learned from, most likely.
 
-        argmin_T  sum_n loss(scores_n / T, targets_n) + (log T - MEAN)^2 / (2 DEVIATION^2)
+        argmin_T  sum_k loss(scores_k / T, targets_k) + log(T / usual_temperature(n))^2 / (2 DEVIATION^2)
 
     Args:
-        scores: [n, n_cls], targets: [n, n_cls], 1 at the classes of a sample.
-        multi_label: whether the loss is that of sigmoid(scores / T), not of softmax(scores / T).
+        scores: [k, n_cls], targets: [k, n_cls], 1 at the classes of a sample.
+        n: number of samples that the head has learned from.
+        multi_label: True to use sigmoid(scores / T), False to use softmax(scores / T).
     """
-    scores, targets = scores.double(), targets.double()  # [n, n_cls]
+    scores, targets = scores.double(), targets.double()  # [k, n_cls]
     measure = nnf.binary_cross_entropy_with_logits if multi_label else nnf.cross_entropy
+    mean = math.log(usual_temperature(n))
 
     def loss(log_T: float) -> float:
         likelihood = measure(scores / math.exp(log_T), targets, reduction="sum").item()
-        return likelihood + ((log_T - MEAN) / DEVIATION) ** 2 / 2
+        return likelihood + ((log_T - mean) / DEVIATION) ** 2 / 2
 
     bounds = math.log(LOWEST), math.log(HIGHEST)
     return math.exp(minimize_scalar(loss, bounds=bounds, method="bounded").x)

@@ -121,7 +121,7 @@ class Trainer:
             remove_abandoned(checkpoint)
             self.load()
 
-    def run(self, score: Sequence[int], show: bool, title: str) -> Trained:
+    def run(self, score: Sequence[int] = (), show: bool = False, title: str = "training") -> Trained:
         progress, patience = self.progress, self.recipe.patience
         show = show and self.accelerator.is_main_process
         with progress_bar(show, title, self.epochs * self.steps) as bar:
