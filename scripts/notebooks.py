@@ -1,4 +1,4 @@
-"""Run the notebooks of docs/tutorials, which are kept as text, and write their outputs below their cells.
+"""Run the notebooks of docs/tutorials, which are stored as text, and write outputs below their cells.
 
 ``jupytext --to ipynb docs/tutorials/layer.md`` makes a notebook to play with.
 """
@@ -15,14 +15,19 @@ import nbformat
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
-# Notebooks that ran: one that is here, for the same text and source, need not run again.
+# Executed notebooks. A notebook with the same text and source need not run again.
 KEPT = ROOT / "build" / "notebooks"
 LIMIT = 600  # seconds for a cell
+# The fragment that a notebook shows, as a page of its own that follows the reader's light or dark mode.
+PAGE = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+    "<title>Output</title><style>body {{ margin: 0.5rem; }}</style>{}</html>"
+)
 FRAME = '<iframe class="output" src="{}" loading="lazy" title="output of the cell above"></iframe>'
 
 
 def with_outputs(text: str, name: str) -> tuple[str, dict[str, bytes]]:
-    """The text of a notebook with its outputs, and the files that these show, by their names."""
+    """Return the text of a notebook with its outputs, and the files that the outputs show, by name."""
     notebook = executed(text)
     parts: list[str] = []
     files: dict[str, bytes] = {}
@@ -38,7 +43,7 @@ def with_outputs(text: str, name: str) -> tuple[str, dict[str, bytes]]:
                 files[f"{name}-{number}.png"] = base64.b64decode(shown["image/png"])
                 parts.append(f"![What the cell above draws]({name}-{number}.png)")
             elif "text/html" in shown:
-                files[f"{name}-{number}.html"] = shown["text/html"].encode()
+                files[f"{name}-{number}.html"] = PAGE.format(shown["text/html"]).encode()
                 parts.append(FRAME.format(f"{name}-{number}.html"))
             elif output.get("name") != "stderr":
                 plain = output.get("text") or shown.get("text/plain", "")
@@ -47,7 +52,7 @@ def with_outputs(text: str, name: str) -> tuple[str, dict[str, bytes]]:
 
 
 def executed(text: str) -> Any:
-    """The notebook of a text after all its cells ran, in an empty folder, without a network.
+    """Run all cells of a notebook in an empty folder, without a network, and return it.
 
     Raises:
         CellExecutionError: a cell raised an error.
@@ -76,7 +81,7 @@ def executed(text: str) -> Any:
 
 
 def fingerprint(text: str) -> str:
-    """Changes with the text of a notebook and with the package."""
+    """Return a key that changes with the text of a notebook and with the package."""
     digest = hashlib.sha256(text.encode())
     for path in sorted((ROOT / "src").rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What the site does beyond MkDocs: pages of source files, formulas without scripts, tutorials that run.
+"""Extend MkDocs: pages of source files, formulas without scripts, tutorials that run.
 
 MkDocs calls the functions named ``on_...`` while it builds the site (``hooks`` in mkdocs.yml).
 """
@@ -15,14 +15,14 @@ if TYPE_CHECKING:  # tests use parts of this module without the extra `docs`
     from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[1]
-# Pages that lie at the root of the repository, where people look for them.
+# Pages whose files are at the root of the repository, where people look for them.
 AT_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 # Files of the repository that a page links to are shown by pages below this folder of the site.
 SOURCE = "source"
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(\))")
 LANGUAGES = {".py": "python", ".cu": "cpp", ".md": "markdown", ".yml": "yaml", ".toml": "toml", ".sh": "bash"}
 MOST_LINES = 1000
-# Notebooks kept as text: they run while the site is built.
+# Notebooks that are stored as text and run while the site is built.
 TUTORIALS = "tutorials"
 TITLED = re.compile(r'^```python title="(src/[^"]+)"\n(.*?)^```', re.DOTALL | re.MULTILINE)
 
@@ -42,24 +42,24 @@ def on_files(files: Files, config) -> Files:
 
 
 def generated(config, uri: str, content: str | bytes):
-    """A file of the site that is in no folder."""
+    """Make a file of the site that does not exist on disk."""
     from mkdocs.structure.files import File
 
     return File.generated(config, uri, content=content)
 
 
 def moved(text: str) -> str:
-    """The text of a page at the root of the repository, its links as docs/ sees them."""
+    """Rewrite the links of a page at the root of the repository as if it were in docs/."""
     return LINK.sub(lambda m: f"{m[1]}{posixpath.relpath(m[2], 'docs')}{m[3] or ''}{m[4]}", text)
 
 
 def repository_path(uri: str, link: str) -> str:
-    """Where a link on a page of docs/ leads, from the root of the repository."""
+    """Return the target of a link on a page of docs/, relative to the root of the repository."""
     return posixpath.normpath(posixpath.join("docs", posixpath.dirname(uri), link))
 
 
 def source_uri(path: str) -> str | None:
-    """The page or file of the site that shows a file of the repository; None for those of docs/ itself."""
+    """Return the page or file of the site that shows a file of the repository; None for files of docs/."""
     if path in AT_ROOT:
         return AT_ROOT[path]
     if path == "README.md":
@@ -70,7 +70,7 @@ def source_uri(path: str) -> str | None:
 
 
 def add_source(files: Files, config, path: str) -> None:
-    """Add the page that shows a file of the repository, or a list of a folder, unless it is there."""
+    """Add the page that shows a file of the repository, or lists a folder, unless it exists."""
     uri, file = source_uri(path), ROOT / path
     if uri is None or uri in files.src_uris or not file.exists():
         return
@@ -117,10 +117,10 @@ def on_page_markdown(markdown: str, page, config, files: Files) -> str:
         return f"{match[1]}{link}{match[3] or ''}{match[4]}"
 
     def place(match: re.Match) -> str:
-        """Below a piece of source, the link to its lines."""
+        """Add a link to the lines of the file below a piece of source."""
         path, code = match[1], match[2]
         line = line_of(path, code)
-        # HTML, since MkDocs knows no anchors of lines. The page of FILE.py.md is FILE.py.html.
+        # Write HTML, because MkDocs does not know anchors of lines. The page of FILE.py.md is FILE.py.html.
         link = posixpath.relpath(f"{SOURCE}/{path}.html", here)
         where = f'<p class="where"><a href="{link}#__codelineno-0-{line}">{path}, line {line}</a></p>'
         return f"```python\n{code}```\n\n{where}\n"
@@ -133,7 +133,7 @@ def python_in(markdown: str) -> bool:
 
 
 def line_of(path: str, code: str) -> int:
-    """The number of the line at which a piece of code stands in a file, its indentation aside.
+    """Return the number of the line at which a piece of code begins in a file, ignoring indentation.
 
     Raises:
         ValueError: the file has no such lines.
@@ -146,8 +146,25 @@ def line_of(path: str, code: str) -> int:
     raise ValueError(f"{path} has no such lines any more:\n{code}")
 
 
+def on_page_context(context, page, config, nav):
+    """Use the whole width where the left column would hold one link, and name a class of the API once."""
+    if not page.parent:
+        page.meta["hide"] = [*page.meta.get("hide", []), "navigation"]
+    for heading in page.toc:
+        for child in heading.children:
+            child.children = [below for one in child.children for below in lifted(one, child.title)]
+    return context
+
+
+def lifted(heading, title: str) -> list:
+    """Return a heading of the table of contents, or the headings below it if it repeats the title above."""
+    if heading.title.lower() != title.lower():
+        return [heading]
+    return [below for child in heading.children for below in lifted(child, title)]
+
+
 def on_page_content(html: str, page, config, files: Files) -> str:
-    """Formulas as MathML, which browsers draw by themselves."""
+    """Write formulas as MathML, which browsers draw by themselves."""
     html = re.sub(
         r'<div class="arithmatex">\\\[(.*?)\\\]</div>',
         lambda m: formula(m[1], "block"),
@@ -163,7 +180,7 @@ def on_page_content(html: str, page, config, files: Files) -> str:
 
 
 def formula(latex: str, display: str) -> str:
-    """MathML of a formula, as the page has it: escaped."""
+    """Convert a formula to MathML. The page holds it with HTML escapes."""
     from latex2mathml.converter import convert
 
     for escaped, plain in (("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&"), ("{aligned}", "{align*}")):

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -104,6 +105,14 @@ def test_it_loads_nothing_from_elsewhere(site, pages):
     assert {load for load in loads if re.match(r"[a-z]+:|//", load) and not load.startswith("data:")} == set()
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert not re.search(r"url\([\"']?(https?:)?//", styles)
+
+
+def test_tables_of_contents_of_the_api_name_each_class_once(site):
+    link = r'<a href="#[^"]*" class="md-nav__link">\s*<span class="md-ellipsis">(.*?)</span>'
+    for page in (site / "api").glob("*.html"):
+        names = [re.sub(r"<.*?>", "", name).strip() for name in re.findall(link, page.read_text(), re.DOTALL)]
+        assert names or page.name == "index.html", page.name
+        assert [name for name, after in pairwise(names) if name == after] == [], page.name
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
