@@ -46,7 +46,8 @@ def route(
 
     Args:
         group: name of the group of ranks that hold the other inputs; "" for none.
-        need_phi, outputs, phi_out: whether to give phi, for which outputs, where (see ``route_streamed``).
+        need_phi, outputs, phi_out: whether to return phi, for which outputs, and where to write it (see
+            ``route_streamed``).
         x_init: [..., j, h] outputs to start from instead of the flat prior; only the reference takes them.
 
     Returns:
@@ -95,7 +96,7 @@ def plan_route(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementat
 
 
 def steps(x_inp: Tensor, weights: Weights, *args, implementation: str, **options):
-    """The loop one iteration at a time, with the arguments of ``route`` that all iterations share.
+    """Return functions that run single iterations. The arguments are those of ``route`` for all iterations.
 
     Returns:
         step: (x_out or None, need_phi, outputs, phi_out) -> (x_out, phi): an iteration from x_out
@@ -127,7 +128,7 @@ def steps(x_inp: Tensor, weights: Weights, *args, implementation: str, **options
 def reference_of_packed(
     x_inp: Tensor, weights: Weights, n_iters: int, prior: float, cu_seqlens: Tensor, x_init=None
 ):
-    """x_out [b, j, h] and phi [total, j] of packed samples, one after the other."""
+    """Route packed samples one after the other: x_out [b, j, h] and phi [total, j]."""
     x_out, phi = [], []
     for b, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
         if start == end:
@@ -142,7 +143,7 @@ def reference_of_packed(
 
 
 def pick(implementation: str, x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
-    """Return the implementation that the name stands for; raise if it cannot route x_inp."""
+    """Return the implementation for a name, which may be "auto". Raise if it cannot route x_inp."""
     if implementation == "auto":
         return choose(x_inp, cu_seqlens)
     if implementation != "reference" and has_forward_mode():
@@ -156,12 +157,12 @@ def pick(implementation: str, x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
 
 
 def checks_offsets(implementation: str, x_inp: Tensor) -> bool:
-    """Return whether a kernel checks the offsets of packed samples, by an assertion on the device."""
+    """Return whether a kernel checks the offsets of packed samples with an assertion on the device."""
     return pick(implementation, x_inp, x_inp) == "fused"
 
 
 def has_forward_mode() -> bool:
-    """Return whether derivatives go forward with the computation, inside torch.func.jvp or a dual level."""
+    """Return whether the call runs inside forward-mode differentiation: torch.func.jvp or a dual level."""
     if torch.compiler.is_compiling():
         return False
     if torch.autograd.forward_ad._current_level >= 0:
@@ -177,9 +178,9 @@ def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
     """Return the implementation that ``auto`` stands for."""
     if cu_seqlens is None:
         if is_exporting():
-            return "reference"  # plain operators, that any runtime has
+            return "reference"  # plain operators, which every runtime has
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            return "reference"  # torch.func cannot transform operators that have a backward of their own
+            return "reference"  # torch.func cannot transform operators with a custom backward
     if has_forward_mode():
         return "reference"
     return "fused" if x_inp.is_cuda and why_not_fused(x_inp) is None else "chunked"

@@ -1,4 +1,4 @@
-"""The streamed loop as PyTorch operators, so that autograd and torch.compile know it."""
+"""The streamed loop as PyTorch operators, so that autograd and torch.compile support it."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from vecroute.ops.problem import Problem
 
 
 def named(weights: Sequence[Tensor]) -> Weights:
-    """The parameters by name, from a list without None, which ends in two betas or in their W and B."""
+    """Return the parameters by name, from a list without None that ends in two betas or in their W and B."""
     betas = weights[10:]
     return Weights(*weights[:10], *(betas if len(betas) == 2 else (None, None, *betas)))
 
@@ -37,8 +37,8 @@ def problem(
     """Return the arguments of the operators for the loop over chunks, batch dimensions flattened to one.
 
     Args:
-        plan: of the call; it has prior, rounded, tuning and implementation too.
-        again: leave sqrt_n_inp empty, since ``loop.backward`` has it; ranks need not count inputs twice.
+        plan: the plan of the call, which also holds prior, rounded, tuning and implementation.
+        again: True to leave sqrt_n_inp empty. ``loop.backward`` has it, so ranks need not count inputs again.
     """
     batch = x_inp.shape[:-2]
     use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
@@ -56,8 +56,8 @@ def case_of(
     x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group, n_iters,
     need_phi=False, aligned=True, one_by_one=False,
 ) -> Case:  # fmt: skip
-    """Return the case of a call. Fake tensors have no address, so ``aligned`` is for the caller to say."""
-    n_out, d_out = weights[4].shape  # of B_F2
+    """Return the case of a call. The caller passes ``aligned``, since fake tensors have no address."""
+    n_out, d_out = weights[4].shape  # B_F2
     return Case(
         tuple(x_inp.shape), x_inp.dtype, rounded, weights[0].dtype, n_out, d_out, n_iters, len(weights) > 12,
         input_mask is not None, None if pair_mask is None else mask_strides(pair_mask, x_inp),
@@ -78,7 +78,7 @@ def run_loop(
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
     group: str, n_iters: int, need_phi: bool, outputs: Sequence[int] | None, plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """x_out [..., j, h], phi [..., i, j] of the given outputs (None for all), and memory for the backward."""
+    """Return x_out [..., j, h], phi [..., i, j] of some outputs (None: all), and memory for the backward."""
     call: Any = (
         x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
     )  # fmt: skip
@@ -100,14 +100,14 @@ def run_loop(
 
 
 def run_chunks(p: Problem, phi: Tensor | None, outputs: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """``loop.forward`` as the caller's settings have it; phi [..., i, j] is filled if it is given."""
+    """Run ``loop.forward`` with the caller's precision settings, and fill phi [..., i, j] if it is given."""
     with tf32_under_autocast(p):
         flat = None if phi is None else phi.view(*p.x_inp.shape[:2], phi.shape[-1])  # [b, i, j]
         return loop.forward(p, flat, outputs)
 
 
 def on_device(x: Tensor):
-    """Kernels are launched on the device of x, whichever is current."""
+    """Make the device of x current, so that kernels are launched there."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return nullcontext()
@@ -119,7 +119,7 @@ def loop_op(
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
     group: str, n_iters: int, need_phi: bool, outputs: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``run_loop`` for compilers, which may hand over tensors that begin anywhere."""
+    """Run ``run_loop`` for compilers, which may pass tensors that are not aligned."""
     return run_loop(
         x_inp, [aligned(w) for w in weights], input_mask, pair_mask, cu_seqlens, prior, rounded, tuning,
         implementation,
@@ -129,10 +129,10 @@ def loop_op(
 
 @contextmanager
 def tf32_under_autocast(p: Problem):
-    """If autocast asks for products of a float32 x_inp in half precision on a GPU, let them be tf32.
+    """Use tf32 products if autocast asks for half precision of a float32 x_inp on a GPU.
 
-    Autocast itself is off, since the plan says what is rounded. Sums in float16 are off too: they overflow.
-    Kernels are launched on the device of x_inp, whichever is current.
+    Autocast itself is off inside, because the plan decides what is rounded. Sums in float16 are off too,
+    because they overflow. The device of x_inp is current.
     """
     tf32 = p.x_inp.is_cuda and p.x_inp.dtype == torch.float32 != p.plan.case.rounded
     matmul = torch.backends.cuda.matmul
@@ -170,10 +170,10 @@ def run_loop_backward(
     tuning: Sequence[int], implementation: str, group: str, n_iters: int, saved: Tensor, need_grad_x: bool,
     plan: Plan | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x_inp (empty if not needed) and of the weights.
+    """Return the gradients of x_inp (empty if not needed) and of the weights.
 
     Args:
-        plan: of the forward pass, if it is known.
+        plan: the plan of the forward pass, if it is known.
     """
     call: Any = (
         x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
@@ -191,7 +191,7 @@ def run_loop_backward(
             grad_x, grads = loop.backward(p, flat, saved, need_grad_x)
             grad_x = None if grad_x is None else grad_x.reshape(x_inp.shape)  # [..., i, d]
     parameters = {name: w for name, w in named(weights)._asdict().items() if w is not None}
-    # Contiguous, as the fake operator below promises to compilers.
+    # The fake operator below promises contiguous gradients to compilers.
     grads_w = [
         as_promised(grads[name], w.dtype) if name in grads else w.new_zeros(w.shape)
         for name, w in parameters.items()
@@ -241,7 +241,7 @@ def _backward(ctx, grad_x_out, *_):
     if grad_x_out is None:
         return (None, [None] * ctx.n_weights, *[None] * 11)
     need_grad_x = ctx.needs_input_grad[0]
-    # If a graph of the backward is asked for, call the operator, which refuses to be differentiated.
+    # If the caller wants a graph of the backward pass, call the operator, which refuses second derivatives.
     plain = is_plain(grad_x_out) and not torch.is_grad_enabled()
     call: Any = grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x
     grad_x, *grads = run_loop_backward(*(*call, ctx.plan)) if plain else loop_backward_op(*call)
@@ -259,7 +259,7 @@ loop_backward_op.register_autograd(_refuse)
 
 
 class Loop(torch.autograd.Function):
-    """``loop_op`` for a plain call: (x_inp, number of weights, weights, other arguments) -> (x_out, phi)."""
+    """``loop_op`` as an autograd function: x_inp, number of weights, weights, others -> x_out, phi."""
 
     @staticmethod
     def forward(ctx, x_inp: Tensor, n_weights: int, *arguments):
@@ -278,10 +278,10 @@ class Loop(torch.autograd.Function):
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether autograd alone follows a call, which then bypasses the dispatcher to save host time."""
+    """Return whether only autograd traces a call. Such a call bypasses the dispatcher to save host time."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if torch._C._get_tracing_state() is not None:  # of torch.jit
+    if torch._C._get_tracing_state() is not None:  # torch.jit traces the call
         return False
     return type(x) in (Tensor, nn.Parameter) and not x.is_meta and not torch._C._len_torch_dispatch_stack()
 
@@ -309,7 +309,7 @@ def operator_arguments(
 
 
 def sqrt_lengths(x_inp: Tensor, input_mask: Tensor | None, cu_seqlens: Tensor | None, group: str) -> Tensor:
-    """sqrt(n_inp) of each sample, over all ranks, [b, 1]; 1 where there are no inputs."""
+    """Return sqrt(n_inp) of each sample, over all ranks, [b, 1]; 1 for a sample without inputs."""
     batch, dtype = x_inp.shape[:-2], compute_dtype(x_inp.dtype)
     if cu_seqlens is not None:
         n_inp = cu_seqlens.diff()[:, None]  # [b, 1]
@@ -342,12 +342,12 @@ def route_streamed(
 
     Args:
         cu_seqlens: [b + 1] offsets of the samples in a packed x_inp [total, d].
-        group: name of the group of ranks that hold the other inputs, each some of them; "" for none.
-        need_phi, outputs: whether to give phi, and for which outputs (None for all).
-        phi_out: [..., i, j] where to write them instead of a new tensor; x_out then has no graph.
+        group: name of the group of ranks that share the inputs; "" for none.
+        need_phi, outputs: whether to return phi, and for which outputs (None for all).
+        phi_out: [..., i, j] tensor to write phi to, instead of a new one. Then x_out has no graph.
 
     Returns:
-        x_out [..., j, h] and phi [..., i, j] (None if not asked for), which has no graph.
+        x_out [..., j, h], and phi [..., i, j] (None unless need_phi), which has no graph.
     """
     arguments = operator_arguments(
         x_inp,
@@ -362,7 +362,7 @@ def route_streamed(
     )
     plain = is_plain(x_inp)
     if weights.W_use is None and (phi_out is not None or not torch.is_grad_enabled()):
-        # Without a backward pass, no dot products are kept.
+        # Without a backward pass, the plan keeps no dot products.
         chunked = implementation == "chunked" or (plain and plan_of(*arguments, n_iters).path != "batch")
         if chunked:
             arguments = (*arguments[:7], list(tuning._replace(keep_bytes=0)), *arguments[8:])

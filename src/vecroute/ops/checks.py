@@ -1,4 +1,4 @@
-"""Checks of what users pass in: each error names the argument, what was expected and what came."""
+"""Check arguments. Each error names the argument, what was expected and what was given."""
 
 from numbers import Integral
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_size(name: str, value: object, *, none_means: str | None = None) -> None:
-    """Raise unless value is a positive int, or None where that has a meaning."""
+    """Raise unless value is a positive int, or None if None has a meaning."""
     if value is None and none_means is not None:
         return
     expected = "a positive int" + (f" or None ({none_means})" if none_means else "")
@@ -36,13 +36,13 @@ def check_vectors(
     """Raise unless x is a floating-point tensor [..., n, d] of the dtype and device of ``like``.
 
     Args:
-        name: how the argument is called.
-        x: what was passed.
+        name: name of the argument.
+        x: its value.
         n: expected number of vectors, None for any number but 0.
         d: expected size of a vector.
-        like: a parameter that x must agree with; None for no such demand.
-        letters: how the two sizes are called in the message.
-        may_be_empty: whether no vector at all will do.
+        like: a parameter whose dtype and device x must have; None for any.
+        letters: names of the two sizes in the message.
+        may_be_empty: True if there may be no vectors.
     """
     n_name, d_name = letters.split(", ")
     expected = f"[..., {n_name}{'' if n is None else f'={n}'}, {d_name}={d}]"
@@ -85,15 +85,17 @@ def check_mask(name: str, mask: object, x: Tensor, *, sizes: dict[str, int]) -> 
     """Return the mask as booleans; raise unless it is [..., sizes], broadcastable over the batch of x.
 
     Args:
-        name: how the argument is called.
+        name: name of the argument.
         mask: True (or 1) means use; None for no mask.
-        x: [..., i, d] the inputs that the mask speaks of.
+        x: [..., i, d] the inputs that the mask is for.
         sizes: the names and sizes of the mask's last dimensions.
     """
     if mask is None:
         return None
 
-    def expected() -> str:  # only for an error: torch.compile compiles anew for every size that is printed
+    def expected() -> (
+        str
+    ):  # only called for an error: torch.compile recompiles for every size that is printed
         return f"[..., {', '.join(f'{key}={value}' for key, value in sizes.items())}]"
 
     if not isinstance(mask, Tensor):

@@ -1,4 +1,4 @@
-"""Chunks of the inputs: which rows go together, their x_inp and masks, and the memory that they share."""
+"""Chunks of the inputs: how rows are grouped, their x_inp and masks, and the memory that they share."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many samples, and rows of each."""
+        """Number of samples, and of rows per sample."""
         return self.samples.stop - self.samples.start, self.rows.stop - self.rows.start
 
 
@@ -32,7 +32,7 @@ def chunks(p: Problem, row: int, share: int) -> Iterator[Chunk]:
     """Cut the inputs into chunks: whole samples, several at a time if they are short, or parts of one.
 
     Args:
-        row, share: as ``Plan.chunk_rows`` has them.
+        row, share: see ``Plan.chunk_rows``.
     """
     size = p.plan.chunk_rows(row, share)
     n_samples, n_rows = p.sqrt_n_inp.shape[0], p.x_inp.shape[1]
@@ -49,17 +49,17 @@ def chunks(p: Problem, row: int, share: int) -> Iterator[Chunk]:
 
 
 def alike(all_chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Group chunks that follow each other and have the same samples and equally many rows.
+    """Group consecutive chunks that have the same samples and the same number of rows.
 
-    Work of the host that depends on the shape alone is done once per group: it takes as long as the GPU takes
-    for the chunk.
+    Host work that depends only on the shape is done once per group, because it takes as long as the GPU takes
+    for a chunk.
     """
     for _, same in groupby(all_chunks, lambda chunk: (chunk.samples, chunk.shape)):
         yield list(same)
 
 
 def of_chunk(t: Tensor, chunk: Chunk) -> Tensor:
-    """The rows of a chunk in a tensor [b, i, ...] of its samples, whether that has other rows or not."""
+    """Return the rows of a chunk from a tensor [b, i, ...], which may hold all rows or only these."""
     return t[:, chunk.rows] if has_all_rows(t, chunk) else t
 
 
@@ -77,10 +77,10 @@ def parts(start: int, end: int, size: int) -> Iterator[slice]:
 
 
 class Room(dict[str, Tensor]):
-    """Buffers of one chunk by name, which the next chunk uses again."""
+    """Buffers by name. Each chunk reuses the buffers of the chunk before."""
 
     def take(self, name: str, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor on the device of ``like``, and in its dtype unless another is given."""
+        """Return an uninitialised tensor with the device of ``like``, and its dtype unless dtype is given."""
         size = math.prod(shape)
         if name not in self or self[name].numel() < size:
             self.pop(name, None)
@@ -89,7 +89,7 @@ class Room(dict[str, Tensor]):
 
 
 def inputs(p: Problem, chunk: Chunk) -> Tensor:
-    """x_inp of a chunk, with zeros in place of unused inputs, so that not even NaN in them counts."""
+    """Return x_inp of a chunk, with zeros in place of unused inputs, so that even NaN there has no effect."""
     x = p.x_inp[chunk.batch, chunk.rows]  # [b, i, d]
     if p.use is not None:
         x = x.where(use_of(p, chunk).any(-1, keepdim=True), 0)  # [b, i, d]
@@ -97,7 +97,7 @@ def inputs(p: Problem, chunk: Chunk) -> Tensor:
 
 
 def as_operand(p: Problem, x: Tensor, chunk: Chunk) -> Tensor:
-    """x [b, i, d] from ``inputs`` in the dtype of operands, from a kept copy of x_inp if there is one."""
+    """Return x [b, i, d] of ``inputs`` in the dtype of operands, from a kept copy if there is one."""
     if "x_inp" in p.plan.kept_copies:
         return p.in_dtype("x_inp", p.x_inp, p.plan.operand_dtype)[chunk.batch, chunk.rows]  # [b, i, d]
     return x.to(p.plan.operand_dtype)  # [b, i, d]

@@ -1,4 +1,4 @@
-"""The columns of ``pairs``: everything that depends on a pair i, j and is linear in x_inp, side by side."""
+"""The columns of ``pairs``: all quantities of a pair i, j that are linear in x_inp, side by side."""
 
 from typing import Any
 
@@ -28,11 +28,11 @@ class Columns:
     """
 
     def __init__(self, p: Problem, own, kept: Tensor, *, first: bool, forward: bool, adds_up: bool = False):
-        """Lay the columns out.
+        """Lay out the columns.
 
-        Rows of M, None if there are none: ``own`` [b, k, d], of each sample; ``computed``, which all samples
-        share; ``shared``, the rows that all samples share for the results. Numbers of columns: ``n_computed``
-        of pairs, ``n`` of the results, ``n_own`` of own, ``n_c`` of c. ``a`` is the column of a_inp.
+        Rows of M (None if there are none): ``own`` [b, k, d] differ between samples; ``computed`` are shared
+        by all samples; ``shared`` are the shared rows for the results. Numbers of columns: ``n_computed`` in
+        pairs, ``n`` in the results, ``n_own`` in own, ``n_c`` in c. ``a`` is the column of a_inp.
         """
         self.p, self.own, self.first, self.forward = p, own, first, forward
         self.flat = p.plan.is_flat(first)
@@ -45,7 +45,7 @@ class Columns:
         self.n_c = 0
         if not p.variable:
             if self.kept is not None and not self.first and not self.forward:
-                self.n_computed = p.width  # grad_phi alone
+                self.n_computed = p.width  # only grad_phi
             return
         flat = self.flat and not self.filling
         self.n_c = p.n_out if flat else 2 * p.n_out
@@ -63,14 +63,14 @@ class Columns:
             self.n += len(self.shared)
 
     def _shared_rows(self, flat: bool) -> tuple[Tensor, Tensor]:
-        """Rows of M for c; in the first iteration also W_A, and zeros that keep columns aligned."""
+        """Return the rows of M for c; in the first iteration also W_A, and zeros that align the columns."""
         n = self.p.n_out if flat else 2 * self.p.n_out
         if self.first:
             n = multiple_of_8(self.n_own + n + 1) - self.n_own
         return self.p.pairs.shared_rows(self.p, flat, n)  # [q - k, d], [q - k]
 
     def matrix(self, samples: slice, shared: Any) -> Any:
-        """M of some samples, [b, q, d], or [1, q, d] if all samples share it; None if it has no rows.
+        """Return M of some samples, [b, q, d], or [1, q, d] if all samples share it; None if it has no rows.
 
         Args:
             shared: ``computed``, or ``shared`` for the matrix of the results.
@@ -78,10 +78,10 @@ class Columns:
         return with_shared(None if self.own is None else self.own[samples], shared)
 
     def kept_whole(self, like: Chunk, dtype: torch.dtype) -> Any:
-        """The kept array [b, i, k], if it can serve as ``pairs`` of chunks like the given one; else None.
+        """Return the kept array [b, i, k] if it can serve as ``pairs`` of the chunk, else None.
 
-        It can if it holds all columns of a pass in their dtype and only the rows of the chunk: c and a_inp
-        when they are first computed, or dot products on the wide path.
+        It can if it holds all columns of a pass in their dtype, and only the rows of the chunk. That is true
+        for c and a_inp when they are first computed, and for dot products on the wide path.
         """
         if self.p.variable:
             whole = self.filling and self.kept.shape[-1] == self.n_computed
@@ -91,11 +91,11 @@ class Columns:
         return None if kept is None or has_all_rows(kept, like) else kept
 
     def products(self, pairs: Tensor, M, like: Chunk):
-        """c of chunks like the given one, and a function that fills pairs.
+        """Return c for chunks of one shape, and a function that fills pairs.
 
         Returns:
-            c [b, i, 2 j or j], None if n_inp is given; a kept c has all rows, and both c_sum and c_ign. And a
-            function of a chunk and its x that fills pairs [b, i, q] with x M^T and the bias.
+            c [b, i, 2 j or j], or None if n_inp is given. A kept c has all rows, and both c_sum and c_ign.
+            A function of a chunk and its x that fills pairs [b, i, q] with x M^T and the bias.
         """
         p, n = self.p, self.n_computed
         multiply = multiplier(p, M, self.bias, pairs[..., :n]) if n else None
@@ -145,7 +145,7 @@ class Columns:
 
 
 def new_rows(p: Problem, *shape: int) -> Tensor:
-    """Memory for rows of M in the dtype of products, [*shape, j, d]; rows of no output are zeros."""
+    """Allocate rows of M in the dtype of products, [*shape, j, d]. Rows without an output are zeros."""
     rows = p.x_inp.new_empty(*shape, p.width, p.x_inp.shape[-1], dtype=p.plan.operand_dtype)  # [*shape, j, d]
     if p.width > p.n_out:
         rows[..., p.n_out :, :] = 0
@@ -153,17 +153,17 @@ def new_rows(p: Problem, *shape: int) -> Tensor:
 
 
 def new_matrix(p: Problem, n_blocks: int) -> Tensor:
-    """Memory for the rows of M of each sample, n_blocks times all outputs, [b, n, d]."""
+    """Allocate the rows of M of each sample, n_blocks rows per output, [b, n, d]."""
     return new_rows(p, len(p.sqrt_n_inp), n_blocks).flatten(1, 2)  # [b, n, d]
 
 
 def block_of(p: Problem, M: Tensor, k: int) -> Tensor:
-    """Block k of the rows of M [b, n, d], one for each output, [b, j, d]."""
+    """Return block k of the rows of M [b, n, d]: one row per output, [b, j, d]."""
     return M[:, k * p.width : k * p.width + p.n_out]
 
 
 def with_shared(own: Any, shared: Any) -> Any:
-    """Rows of each sample, [b, k, d], then rows that all samples share, if there are any."""
+    """Concatenate the rows of each sample, [b, k, d], and the rows that all samples share, if any."""
     if own is None or shared is None:
         return own if shared is None else shared[None]  # [b, k, d] or [1, q - k, d]
     return torch.cat((own, shared.to(own.dtype).expand(len(own), -1, -1)), 1)  # [b, q, d]

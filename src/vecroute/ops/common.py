@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-# Devices that have autocast; asked here, since compilers cannot trace the question.
+# Devices that have autocast. Computed once at import, because compilers cannot trace the call.
 AUTOCAST = set(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla")))
 
 
@@ -52,17 +52,18 @@ class Iteration(NamedTuple):
 
 
 def normalize(x: Tensor) -> Tensor:
-    """Return the paper's N: each vector to mean 0 and variance 1; a vector of size 1 is left as it is."""
+    """Apply the paper's N: scale each vector to mean 0 and variance 1. A vector of size 1 stays as it is."""
     if x.shape[-1] == 1:
         return x
     if not x.is_cuda:
-        # layer_norm on a CPU loses digits of a vector whose mean is large beside its deviation, so centre it.
+        # On a CPU, layer_norm loses digits if the mean of a vector is large compared with its deviation. So
+        # centre the vector first.
         x = x - x.mean(-1, keepdim=True)
     return nnf.layer_norm(x, x.shape[-1:], eps=1e-5)
 
 
 def log_f(z: Tensor) -> Tensor:
-    """log f(z) of the logistic f: finite for every finite z, in exported graphs too.
+    """Return log f(z) of the logistic f: finite for every finite z, in exported graphs too.
 
     ONNX has no logsigmoid, and log(sigmoid(z)) there is -inf for very negative z; softplus survives.
     """
@@ -70,30 +71,30 @@ def log_f(z: Tensor) -> Tensor:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, softmax and everything else but the operands of products: at least float32."""
+    """Return the dtype of everything except operands of products, such as sums: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def product_dtype(x_inp: Tensor) -> torch.dtype:
-    """The dtype to which the operands of products are rounded: the dtype of autocast, else of x_inp."""
+    """Return the dtype to which operands of products are rounded: the dtype of autocast, else of x_inp."""
     device = x_inp.device.type
     autocast = device in AUTOCAST and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast and x_inp.dtype != torch.float64 else x_inp.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Return a context in which autocast rounds nothing; a device that has none, as meta, needs none."""
+    """Return a context in which autocast is off. A device without autocast, such as meta, needs none."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if device in AUTOCAST else nullcontext()
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export asks; the public name says so in torch.compile of PyTorch 2.11 too."""
+    """Return whether torch.export traces. In PyTorch 2.11, its public name is True in torch.compile too."""
     return torch.compiler._is_exporting_flag
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; Triton's own, which is for kernels too, takes the host twenty times as long."""
+    """Return a / b, rounded up. On the host, Triton's own function takes twenty times as long."""
     return -(-a // b)
 
 
@@ -103,19 +104,19 @@ def multiple_of_8(n: int) -> int:
 
 
 def aligned(t: Tensor) -> Tensor:
-    """t, or a copy of it that is contiguous and begins at a multiple of 16 bytes: kernels count on both."""
+    """Return t, or a copy that is contiguous and begins at a multiple of 16 bytes. Kernels rely on both."""
     if t.is_contiguous() and t.data_ptr() % 16 == 0:
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is not less than n, which is at least 1; as with ``cdiv``."""
+    """Return the least power of two that is at least n >= 1. It is here for the reason in ``cdiv``."""
     return 1 << (n - 1).bit_length()
 
 
 def used_pairs(input_mask: Tensor | None, pair_mask: Tensor | None) -> Tensor | None:
-    """Pairs that take part in the competition, [..., i, j] or [..., i, 1]; None if all of them do."""
+    """Return the pairs that take part in the competition, [..., i, j] or [..., i, 1]; None if all do."""
     if input_mask is None:
         return pair_mask
     inputs = input_mask[..., None]  # [..., i, 1]
@@ -123,7 +124,7 @@ def used_pairs(input_mask: Tensor | None, pair_mask: Tensor | None) -> Tensor | 
 
 
 def masked_softmax(S: Tensor, use: Tensor | None, dim: int) -> Tensor:
-    """Softmax over the used pairs alone; exactly 0 at the others, also where no pair is left.
+    """Compute the softmax over the used pairs. It is exactly 0 at the others, even if no pair is left.
 
     Args:
         S: [..., i, j] scores.
@@ -132,6 +133,7 @@ def masked_softmax(S: Tensor, use: Tensor | None, dim: int) -> Tensor:
     """
     if use is None:
         return S.softmax(dim)  # [..., i, j]
-    # The lowest finite number instead of -inf: a row with nothing left stays finite, forward and backward.
+    # Use the lowest finite number instead of -inf: then a row without used pairs stays finite, forward and
+    # backward.
     S = S.masked_fill(~use, torch.finfo(S.dtype).min)  # [..., i, j]
     return S.softmax(dim).masked_fill(~use, 0.0)  # [..., i, j]

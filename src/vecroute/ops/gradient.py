@@ -13,17 +13,18 @@ from vecroute.ops.problem import Problem
 
 
 def new_grad_x(p: Problem, needed: bool) -> Tensor | None:
-    """Memory for the gradient of x_inp, [b, i, d], None if it is not needed."""
+    """Allocate the gradient of x_inp, [b, i, d], or return None if it is not needed."""
     return torch.empty_like(p.x_inp, memory_format=torch.contiguous_format) if needed else None
 
 
 class InputGradient:
     """grad_x [b, i, d], the sum of pairs @ M over the iterations.
 
-    A backward pass ends with the first iteration. Until then the pairs of the other iterations wait side by
-    side in a row of ``place``, if they fit (``plan.waits_in``). Behind them a row has room for phi of the
-    first iteration, then the gradient of c, to which every iteration adds: c has the same matrix in all. If
-    pairs do not fit, every pass adds its product to grad_x.
+    A backward pass ends with the first iteration. Until then, the pairs of the other iterations *wait*: they
+    are stored side by side in a row of ``place``, if they fit there (``plan.waits_in``). After them, the row
+    has space for phi of the first iteration, and for the gradient of c. Every iteration adds to the gradient
+    of c, because c has the same matrix in all of them. If pairs do not fit, every pass adds its product to
+    grad_x.
 
     On the long path, waiting pairs are float16 (``halved``). A row is divided by its scale ``top``, the power
     of two below its greatest element so far, and multiplied by ``weights``, one for each column of a pass.
@@ -48,12 +49,12 @@ class InputGradient:
             self.top = self.place.new_zeros(plan.case.n_iters + 1, self.place.shape[1])  # [1 + t, i]
             self.place = self.place.view(torch.float16)  # [1, i, 2 d]
         self.share = plan.backward_share(self.waits)
-        self.M: Any = None  # [b, w + j, d] of the pairs that wait, then of the first iteration
-        self.columns: list[Columns] = []  # of the pairs that wait
-        self.fresh = True  # whether nothing has been added to grad_x yet
+        self.M: Any = None  # [b, w + j, d] rows for the waiting pairs, then for the first iteration
+        self.columns: list[Columns] = []  # layouts of the waiting pairs
+        self.fresh = True  # True until something is added to grad_x
 
     def new_matrix(self, p: Problem, first: bool) -> Tensor:
-        """Memory for rows of M: grad_y, and after the first iteration the matrix of the scores."""
+        """Allocate rows of M: grad_y, and except in the first iteration the matrix of the scores."""
         if not self.waits or self.halved:
             return new_matrix(p, 1 if first else 2)  # [b, n, d]
         if self.M is None:  # if pairs wait, p.width is n_out
@@ -63,11 +64,11 @@ class InputGradient:
         return self.M[:, w : w + n]  # [b, n, d]
 
     def results(self, like: Chunk, pairs: Tensor, columns: Columns, room: Room):
-        """Where a pass writes its results.
+        """Return the memory to which a pass writes its results.
 
         Returns:
-            The results [b, i, q]; a view that also covers the pairs that wait, [b, i, w + q]; and the
-            gradient of c. If pairs wait, they cover all rows, else the rows of chunks like the given one.
+            The results [b, i, q]; a view that also covers the waiting pairs, [b, i, w + q]; and the gradient
+            of c. If pairs wait, these have all rows, else only the rows of a chunk.
         """
         (b, i, _), n_out, w = pairs.shape, columns.p.n_out, self.plan.n_waiting
         if not self.waits:
@@ -90,13 +91,13 @@ class InputGradient:
         return results, rows[..., : w + columns.n], results[..., n_out : columns.a]
 
     def waiting(self, like: Chunk, rows: Tensor, columns: Columns) -> list[list[Tensor]]:
-        """Copies that the first iteration makes of pairs in grad_x before it overwrites them.
+        """Return the copies that the first iteration makes of pairs in grad_x, before it overwrites them.
 
         Args:
             rows: [b, i, w + q] from ``results``.
 
         Returns:
-            Pairs of a view of rows and a view of grad_x, [b, i, k] of all rows.
+            For each copy, a view of rows and a view of grad_x, [b, i, k] with all rows.
         """
         if not columns.first or not self.waits or self.aside or self.apart:
             return []
@@ -105,9 +106,9 @@ class InputGradient:
         return [widened(rows[..., which], place[..., which]) for which in kept]
 
     def matrix(self, samples: slice, columns: Columns) -> Tensor:
-        """M of the results of a pass, [b, q, d]; in the first iteration after M of the pairs that wait.
+        """Return M of the results of a pass, [b, q, d], after M of waiting pairs in the first iteration.
 
-        If it is ``halved``, M of the first iteration is as the kernel of the long path reads it.
+        If pairs are ``halved``, M of the first iteration has the layout of the kernel of the long path.
         """
         p = columns.p
         if self.halved:

@@ -1,6 +1,6 @@
 """Sums over the ranks of a process group; each rank holds some of the inputs.
 
-A group goes by its name, "" for none, so that operators can take it as an argument.
+A group is given by its name, "" for none, so that operators can take it as an argument.
 """
 
 import zlib
@@ -40,7 +40,7 @@ def all_reduce(group: str, message: Tensor, op: Any = None) -> Tensor:
 
 
 def add_up(group: str, *sums: Tensor) -> None:
-    """Add each tensor up over the ranks, in place, all in one message."""
+    """Sum each tensor over the ranks, in place, with one message for all."""
     message = all_reduce(group, torch.cat([t.reshape(-1) for t in sums]))
     for t, total in zip(sums, message.split([t.numel() for t in sums]), strict=True):
         t.copy_(total.view(t.shape))
@@ -74,13 +74,13 @@ class _Total(torch.autograd.Function):
 
 
 def sum_gradients(group: str, *shared: Tensor) -> tuple[Tensor, ...]:
-    """Tensors that all ranks share and use on their own inputs; their gradients are summed over the ranks."""
+    """Return shared tensors that each rank uses on its own inputs. Gradients are summed over the ranks."""
     needed = any(t.requires_grad for t in shared) and torch.is_grad_enabled()
     return _SumGradients.apply(group, *shared) if group and needed else shared
 
 
 def total(group: str, *sums: Tensor) -> tuple[Tensor, ...]:
-    """Sums over the inputs of all ranks, from sums over the own inputs; from there on all ranks agree."""
+    """Return sums over the inputs of all ranks, from each rank's own sums. All ranks get the same result."""
     return _Total.apply(group, *sums) if group else sums
 
 
@@ -90,7 +90,7 @@ def local_rows(parameter: Tensor) -> Tensor:
 
 
 def local_weights(group: str, w: Weights) -> Weights:
-    """The parameters as a rank uses them on its own inputs: only its own rows of parameters with an i."""
+    """Return the parameters for the inputs of this rank: only its own rows of parameters with an i."""
     if w.W_use is None:
         return Weights._make(None if t is None else local_rows(t) for t in w)
     shared = sum_gradients(group, *(getattr(w, name) for name in MEET_INPUTS))
@@ -101,7 +101,7 @@ def local_weights(group: str, w: Weights) -> Weights:
 def together(group: str, check: bool = True) -> Iterator[dict[str, Any]]:
     """If one rank raises inside, all ranks raise. They also raise if their entries in the dict differ.
 
-    Without it, the others would wait forever for a rank that is gone. It costs one message of 24 bytes.
+    Without it, the others would wait for a rank that is gone. It costs one message of 24 bytes.
     """
     alike: dict[str, Any] = {}
     failure: Exception | None = None
@@ -117,7 +117,7 @@ def together(group: str, check: bool = True) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def announced(group: str) -> Iterator[None]:
-    """If one rank raises inside, the others raise at the ``together`` that they reach next."""
+    """If one rank raises inside, the others raise in the next ``together`` that they reach."""
     try:
         yield
     except Exception as error:
@@ -129,7 +129,7 @@ def announced(group: str) -> Iterator[None]:
 def _exchange(group: str, alike: dict[str, Any], failure: Exception | None) -> None:
     """Raise on every rank if one of them failed, or if their entries differ."""
     process_group, digest = resolve(group), zlib.crc32(repr(alike).encode())
-    # On the CPU if the group can, so that no GPU has to wait.
+    # Send the message from the CPU if the group can, so that no GPU has to wait.
     device = "cpu" if "cpu:" in dist.get_backend_config(process_group) else "cuda"
     message = torch.tensor([failure is not None, digest, -digest], device=device)  # [3]
     failed, most, least = all_reduce(group, message, dist.ReduceOp.MAX).tolist()

@@ -1,7 +1,7 @@
 """Prepared launches: a plan binds everything that a launch needs, except its pointers.
 
-A call then costs the host about 8 us for each kernel, since the CUDA driver launches the compiled kernel
-directly. Pointers are integers on a GPU, and tensors if Triton interprets kernels on the CPU.
+A launch then costs the host about 8 us, because the CUDA driver launches the compiled kernel directly.
+Pointers are integers on a GPU, and tensors if Triton interprets kernels on the CPU.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Pointer = Any  # an address on a GPU, a tensor where kernels are interpreted
+Pointer = Any  # an address on a GPU, a tensor if kernels are interpreted
 
 _handles: dict[tuple, Any] = {}  # compiled kernels, by what Triton specialises on
 
@@ -24,7 +24,7 @@ class Launch:
     Args:
         kernel: a ``triton.jit`` function whose parameters are pointers, then sizes, then constants.
         grid: three numbers of programs.
-        dtypes: of the elements that the pointers point to.
+        dtypes: dtypes of the elements that the pointers point to.
         sizes: integers, in the order of the signature.
         constants: ``tl.constexpr`` parameters by name, and options of the compiler such as num_warps.
     """
@@ -55,7 +55,7 @@ class Launch:
         classes = tuple((n == 1, n % 16 == 0, n >= 2**31) for n in self.sizes)
         key = self.kernel, device, self.dtypes, classes, tuple(self.constants.items())
         if key not in _handles:
-            # A dtype stands for a pointer to it that is aligned to 16 bytes, as all of ours are.
+            # For Triton, a dtype means a pointer aligned to 16 bytes, and all our pointers are.
             _handles[key] = self.kernel.warmup(*self.dtypes, *self.sizes, grid=self.grid, **self.constants)
         compiled = _handles[key]
         _ = compiled.run  # loads the kernel
@@ -84,7 +84,7 @@ class Stream:
             self.device: int = torch.cuda.current_device()
             self.address: int = torch._C._cuda_getCurrentRawStream(self.device)
             self.blas: int = torch.cuda.current_blas_handle()
-            # Launches pack their arguments here; the driver copies them.
+            # Launches pack their arguments into this buffer, and the driver copies them.
             self.buffer, self.size = ctypes.create_string_buffer(512), ctypes.c_size_t()
             places = 1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0
             self.extra = (ctypes.c_void_p * 5)(*places)
@@ -100,7 +100,7 @@ def driver() -> Any:
 
 
 def n_parameters(function: int) -> int:
-    """How many parameters a kernel has."""
+    """Return the number of parameters of a kernel."""
     n, offset, size = 0, ctypes.c_size_t(), ctypes.c_size_t()
     info = driver().cuFuncGetParamInfo
     while info(ctypes.c_void_p(function), ctypes.c_size_t(n), ctypes.byref(offset), ctypes.byref(size)) == 0:
@@ -113,10 +113,10 @@ class Product:
 
     Args:
         sizes: rows and columns of out, and the size that is summed over.
-        dtype: float32 or float64, of all three.
-        transposed: for each operand, whether memory holds its transpose.
-        add: whether the product is added to out.
-        tf32: whether float32 operands may be rounded to tf32.
+        dtype: float32 or float64, for all three matrices.
+        transposed: for each operand, True if memory holds its transpose.
+        add: True to add the product to out.
+        tf32: True if float32 operands may be rounded to tf32.
         workspace: bytes that the algorithm may use.
     """
 
@@ -138,7 +138,7 @@ class Product:
         if prepared is None:
             prepared = self.prepared[stream.device] = self.prepare(stream)
         matmul, operation, one, beta, (layout_a, layout_b, layout), algorithm = prepared
-        # cuBLAS counts by columns: for it out^T = b^T a^T.
+        # cuBLAS stores matrices by columns, so ask it for out^T = b^T a^T.
         status = matmul(
             stream.blas, operation, one, b, layout_b, a, layout_a, beta, out, layout, out, layout,
             algorithm, workspace,
@@ -153,7 +153,7 @@ class Product:
         kind, compute = (1, 70) if double else (0, 77 if self.tf32 else 68)
         operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
         check(lt.cublasLtMatmulDescCreate(ctypes.byref(operation), compute, kind), self)
-        for attribute, value in ((3, b_T), (4, a_T)):  # whether the first and the second are transposed
+        for attribute, value in ((3, b_T), (4, a_T)):  # transposition of the first and the second operand
             flag = ctypes.c_int32(int(value))
             check(lt.cublasLtMatmulDescSetAttribute(operation, attribute, ctypes.byref(flag), 4), self)
         layouts = []
@@ -231,7 +231,7 @@ class Memory:
             size = dtype.itemsize
             for n in shape:
                 size *= n
-            end += -(-size // 256) * 256  # as PyTorch's allocator aligns
+            end += -(-size // 256) * 256  # the alignment of PyTorch's allocator
         self.n_bytes = end
 
     def new(self, like: Tensor) -> Tensor:
@@ -239,18 +239,18 @@ class Memory:
         return torch.empty(self.n_bytes, dtype=torch.uint8, device=like.device)
 
     def at(self, memory: Tensor) -> dict[str, Pointer]:
-        """Where each array begins."""
+        """Return the address at which each array begins."""
         if not memory.is_cuda:
             return {name: self.tensor(memory, name) for name in self.arrays}
         start = memory.data_ptr()
         return {name: start + offset for name, offset in self.offsets.items()}
 
     def distance(self, name: str, other: str) -> int:
-        """The distance from the start of an array to the start of another, in elements of the first."""
+        """Return the distance between the starts of two arrays, in elements of the first."""
         return (self.offsets[other] - self.offsets[name]) // self.arrays[name][1].itemsize
 
     def tensor(self, memory: Tensor, name: str) -> Tensor:
-        """One of the arrays."""
+        """Return one of the arrays."""
         shape, dtype = self.arrays[name]
         size = dtype.itemsize
         for n in shape:

@@ -1,6 +1,6 @@
-"""The routing loop: all iterations, with a backward that recomputes instead of storing.
+"""The routing loop: all iterations, with a backward pass that recomputes instead of storing.
 
-The heavy work of an iteration is one *pass* over the inputs, which gives only
+The heavy work of an iteration is one *pass* over the inputs. It returns only
 
     y_jd = sum_i phi_ij x_id,   s_j = sum_i phi_ij.
 
@@ -22,8 +22,8 @@ def forward(p: Problem, phi: Tensor | None = None, outputs=None) -> tuple[Tensor
     """Run the loop.
 
     Args:
-        phi: [b, i, j] to be filled in the last iteration, or None.
-        outputs: the columns of phi that are asked for, None for all.
+        phi: [b, i, j] memory that the last iteration fills, or None.
+        outputs: the columns of phi to compute, None for all.
 
     Returns:
         x_out [b, j, h], and the memory that the backward pass needs.
@@ -34,7 +34,7 @@ def forward(p: Problem, phi: Tensor | None = None, outputs=None) -> tuple[Tensor
     y, s, before, g, f_a_inp, kept, x_hat, sqrt_n_inp, *_ = kept_in_memory.values()
     sqrt_n_inp.copy_(p.sqrt_n_inp)
     if p.width > p.n_out and len(x_hat):
-        x_hat[..., p.n_out :, :] = 0  # rows that no output has
+        x_hat[..., p.n_out :, :] = 0  # rows without an output
     for name in p.plan.kept_copies:
         p.copies[name] = kept_in_memory[f"copy of {name}"].copy_(p.original(name))
     M = None
@@ -54,7 +54,7 @@ def forward(p: Problem, phi: Tensor | None = None, outputs=None) -> tuple[Tensor
 
 
 def backward(p: Problem, grad_x_out: Tensor, saved: Tensor, need_grad_x: bool):
-    """Gradients of x_inp (None if not needed) and of the parameters, from grad_x_out [b, j, h]."""
+    """Return the gradients of x_inp (None if not needed) and of the parameters, from grad_x_out [b, j, h]."""
     memory = p.plan.saved
     kept_in_memory = {name: memory.tensor(saved, name) for name in memory.arrays}
     y, s, before, g, f_a_inp, kept, x_hat, p.sqrt_n_inp, *_ = kept_in_memory.values()
@@ -69,7 +69,7 @@ def backward(p: Problem, grad_x_out: Tensor, saved: Tensor, need_grad_x: bool):
 
 
 def backward_of_part(p: Problem, grad_x_out: Tensor, steps, inputs, grads: Grads) -> None:
-    """``backward`` for some samples: fill grad_x [b, i, d] and add to grads.
+    """Do ``backward`` for some samples: fill grad_x [b, i, d] and add to grads.
 
     Args:
         steps: y, s, before, g and x_hat of all iterations, [t or less, b, ...] each.

@@ -1,4 +1,4 @@
-"""Products of the large tensors of a pass, in the precision that was asked for."""
+"""Products of the large tensors of a pass, in the requested precision."""
 
 from collections.abc import Callable
 
@@ -38,7 +38,7 @@ def multiplier(p: Problem, M: Tensor, bias: Tensor | None, out: Tensor) -> Calla
 
 
 def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Batched a @ b, in p.dtype if out has no other, its operands rounded where that is faster."""
+    """Return the batched a @ b, in the dtype of out or p.dtype. Operands are rounded where that is faster."""
     operand, dtype = p.plan.operand_dtype, p.dtype if out is None else out.dtype
     a, b = a.to(operand), b.to(operand)
     if has_kernel(p, a, *([] if out is None else [out])):
@@ -53,7 +53,7 @@ def product(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tens
 
 
 def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """out += a @ b, in place, or out = a @ b if fresh, for many rows of a."""
+    """Compute out += a @ b in place, or out = a @ b if fresh, for many rows of a."""
     if has_kernel(p, a, out):
         multiply_rows(out, a, b, fresh)
     else:
@@ -61,7 +61,7 @@ def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = Fals
 
 
 def accumulate_over_inputs(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """out += a @ b, in place, or = if fresh, where a has few rows and the product sums over inputs."""
+    """Compute out += a @ b in place, or = if fresh, where a has few rows and the product sums over inputs."""
     if p.plan.operand_dtype == out.dtype:
         out.baddbmm_(a.to(out.dtype), b.to(out.dtype), beta=0 if fresh else 1)
     elif fresh and out.dtype == p.dtype:
@@ -74,7 +74,7 @@ def accumulate_over_inputs(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh:
 
 
 def add(out: Tensor, value: Tensor, fresh: bool, weight: float = 1) -> None:
-    """out += weight value, in place, or out = weight value if fresh."""
+    """Compute out += weight value in place, or out = weight value if fresh."""
     if fresh:
         torch.mul(value, weight, out=out)
     else:
@@ -82,7 +82,7 @@ def add(out: Tensor, value: Tensor, fresh: bool, weight: float = 1) -> None:
 
 
 def widened(*tensors: Tensor) -> list[Tensor]:
-    """Tensors [b, i, k] as numbers of 16 bytes if all rows allow it: a GPU copies those twice as fast."""
+    """View tensors [b, i, k] as numbers of 16 bytes if rows allow it, which a GPU copies twice as fast."""
     wide = 16 // tensors[0].element_size()
     sizes = [n for t in tensors for n in (t.shape[-1], *t.stride()[:-1], t.storage_offset())]
     has_wide = all(t.device.type in ("cpu", "cuda") and t.stride(-1) == 1 for t in tensors)
@@ -91,7 +91,7 @@ def widened(*tensors: Tensor) -> list[Tensor]:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """out [n, m] += a @ b, in place, or = if fresh."""
+    """Compute out [n, m] += a @ b in place, or = if fresh."""
     if a.dtype == out.dtype:
         out.addmm_(a, b, beta=0 if fresh else 1)
     elif not a.is_cuda:
@@ -103,7 +103,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 
 def summer(out: Tensor, n_rows: int) -> Callable[[Tensor, bool], object]:
-    """A function of values [b, k, i] that adds their sum over i to out [b, k], or stores it if fresh."""
+    """Return a function that adds the sum over i of values [b, k, i] to out [b, k], or stores it if fresh."""
     if out.is_cuda and len(out) == 1 and n_rows >= limits.SUM_ROWS:
         total, ones = out[0], out.new_ones(n_rows)  # [k], [i]
         return lambda values, fresh: torch.addmv(total, values[0], ones, beta=0 if fresh else 1, out=total)
@@ -116,7 +116,7 @@ def over_batch(t: Tensor) -> Tensor:
 
 
 def has_kernel(p: Problem, *tensors: Tensor) -> bool:
-    """Return whether our kernel for IEEE products multiplies these tensors: float32, neighbours in a row."""
+    """Return whether our kernel for IEEE products takes these tensors: float32 with contiguous rows."""
     return p.plan.ieee_kernel and all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
 
 

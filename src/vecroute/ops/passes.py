@@ -4,10 +4,10 @@ With c_sum = beta_use + beta_ign and c_ign = beta_ign, the coefficients of an it
 
     phi_ij = f(a_inp_i) (c_sum_ij R_ij - c_ign_ij).
 
-A pass multiplies x_inp with the rows of one matrix M (see ``Columns``), which gives ``pairs`` [b, i, q], all
-that depends on a pair i, j side by side. ``p.pairs`` is what is done to each pair, in plain PyTorch
-(``chunked``) or Triton (``fused``). Only two things of size i x j outlive their chunk: kept arrays, within a
-budget (``Plan.kept``), and the pairs that wait in ``InputGradient``.
+A pass multiplies x_inp with the rows of one matrix M (see ``Columns``). The result is ``pairs`` [b, i, q],
+all quantities of a pair i, j side by side. The module ``p.pairs`` does the work on each pair, in plain
+PyTorch (``chunked``) or Triton (``fused``). Only two kinds of arrays of size i x j outlive their chunk: kept
+arrays, within a budget (``Plan.kept``), and the pairs that wait in ``InputGradient``.
 """
 
 from typing import Any
@@ -35,15 +35,15 @@ def kept_in(p: Problem, kept: Tensor, t: int) -> Tensor:
 
 
 def new_grads(p: Problem, n_iters: int) -> Grads:
-    """Memory for gradients of the parameters with an i, which the passes of a backward write or add to.
+    """Allocate gradients of the parameters with an i, which the passes of a backward write or add to.
 
-    B_A is not among them: its gradient is a sum over the gradient of a_inp, taken at the end. With one sample
-    nothing is added to the gradient of W_A, so that it need not be in the dtype of sums.
+    B_A is not among them: its gradient is computed at the end, as a sum over the gradient of a_inp. With one
+    sample, nothing is added to the gradient of W_A, so it need not have the dtype of sums.
     """
     if p.variable:
         return Grads()
     names = ("W_A", "beta_use", "beta_ign") + (("W_S", "B_S") if n_iters > 1 else ())
-    new = torch.empty_like if len(p.x_inp) else torch.zeros_like  # without samples nothing writes to them
+    new = torch.empty_like if len(p.x_inp) else torch.zeros_like  # without samples, nothing writes to them
     grads = {name: new(getattr(p.w, name), dtype=p.dtype) for name in names}
     if len(p.x_inp) == 1:
         grads["W_A"] = new(p.w.W_A)  # [i, d]
@@ -51,12 +51,12 @@ def new_grads(p: Problem, n_iters: int) -> Grads:
 
 
 def writes(p: Problem) -> bool:
-    """Whether the first chunk of a sample writes sums over inputs; a packed sample may have no rows."""
+    """Return whether the first chunk of a sample stores its sums. A packed sample may have no chunk."""
     return p.offsets is None and p.x_inp.numel() > 0
 
 
 def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
-    """One iteration: fill y [b, j, d] and s [b, j] (and f_a_inp in the first).
+    """Run one iteration: fill y [b, j, d] and s [b, j], and in the first iteration f_a_inp.
 
     Args:
         M: [b, j, d] from ``scores_matrix``, or None in the first iteration.
@@ -84,7 +84,9 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
         c, multiply = columns.products(pairs, computed, like)  # [b, i, 2 j or j]
         dot = None if first else pairs[..., : p.n_out]  # [b, i, j]
         a = pairs[..., columns.a :] if first and p.variable else None  # [b, i, 1 to 8]
-        phi, to_sum, fill_phi = p.pairs.coefficients(p, like, c, dot, a, f, dtype, room)  # and [b, j, k]
+        phi, to_sum, fill_phi = p.pairs.coefficients(
+            p, like, c, dot, a, f, dtype, room
+        )  # [b, i, j], [b, j, k]
         phi_T, add_sum = phi.mT, p.pairs.summer(s[like.samples], to_sum)  # [b, j, i]
         for chunk in same:
             if p.plan.on_cpu:
@@ -96,14 +98,14 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
             multiply(chunk, x)
             fill_phi(chunk)
             fresh = writes(p) and chunk.rows.start == 0
-            add_sum(to_sum, fresh)  # while it is in the cache
+            add_sum(to_sum, fresh)  # now, while phi is in the cache
             accumulate_over_inputs(p, y_b, phi_T, x, fresh)
             if phi_out is not None:
                 phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
 
 
 def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, fresh) -> Tensor:
-    """Gradient of one iteration: adds to grad_f, grads and ``into``, and returns grad_x_hat [b, j, d].
+    """Run one iteration backward: add to grad_f, grads and ``into``, and return grad_x_hat [b, j, d].
 
     The pass turns pairs = x M^T into results: phi in the columns of grad_y, gradients in the others. The
     product of the results with x_inp is the gradient of M, their product with M is grad_x. The pass of the
@@ -112,8 +114,8 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
     Args:
         g: [b, j, d] from ``predicted``, or None in the first iteration.
         kept: from ``kept_in``.
-        M: [b, j or 2 j, d] grad_y, and if there is a g the matrix of the scores.
-        fresh: whether this is the first pass of a backward, which writes gradients instead of adding.
+        M: [b, j or 2 j, d] grad_y, followed by the matrix of the scores if there is a g.
+        fresh: True in the first pass of a backward, which stores gradients instead of adding.
     """
     first, room = g is None, Room()
     columns = Columns(p, M, kept, first=first, forward=False, adds_up=into.waits)
@@ -146,7 +148,9 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
         total_M = grad_M if first else grad_M[samples]  # [b or 1, q - j, d]
         add_sum = p.pairs.summer(sums[samples], of_chunk(to_sum, like).mT) if p.variable else None
         for chunk in same:
-            if p.plan.on_cpu:  # a GPU is done soon, and callers could change its precision in between
+            if (
+                p.plan.on_cpu
+            ):  # not on a GPU, which is done soon, and where callers could change the precision in between
                 between_pieces()
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
             operand = as_operand(p, x, chunk)  # [b, i, d]

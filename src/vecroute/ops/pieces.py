@@ -1,4 +1,4 @@
-"""Long work in pieces: between two pieces, the caller may stop the work or let others go first."""
+"""Divide long work into pieces. Between two pieces, the caller may stop the work or let others go first."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ _of_this_thread = threading.local()
 
 @contextmanager
 def in_pieces(between: Callable[[], None]) -> Iterator[None]:
-    """In this thread, call ``between`` before each piece of long work; an error that it raises ends it."""
+    """In this thread, call ``between`` before each piece of long work. If it raises, the work ends."""
     before = getattr(_of_this_thread, "between", None)
     _of_this_thread.between = between
     try:
@@ -19,7 +19,7 @@ def in_pieces(between: Callable[[], None]) -> Iterator[None]:
 
 
 def between_pieces() -> None:
-    """Long loops call it before each piece. It does nothing outside of ``in_pieces``."""
+    """Call this before each piece of a long loop. It does nothing outside of ``in_pieces``."""
     between = getattr(_of_this_thread, "between", None)
     if between is not None:
         between()

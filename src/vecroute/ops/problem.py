@@ -27,8 +27,8 @@ class Problem:
     sqrt_n_inp: Tensor  # [b, 1]
     cu_seqlens: Tensor | None  # [b + 1]
     plan: Plan
-    group: str = ""  # of the ranks that hold the other inputs
-    # Scales of rows of x_inp [i] and of sums over them [], which the first iteration in clusters finds.
+    group: str = ""  # name of the group of ranks that share the inputs
+    # Scales of the rows of x_inp [i] and of sums over them []. With clusters, the first iteration sets them.
     units: tuple[Tensor, Tensor] | None = None
     copies: dict[str, Tensor] = field(default_factory=dict)  # from ``in_dtype``
 
@@ -44,12 +44,12 @@ class Problem:
 
     @cached_property
     def path(self) -> Any:
-        """The module of the plan's path, where it has one."""
+        """The module of the plan's path, if it has one."""
         return module_of(self.plan.path)
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of everything but the operands of products."""
+        """The dtype of everything except operands of products."""
         return self.plan.dtype
 
     @cached_property
@@ -90,7 +90,7 @@ class Problem:
         return self.x_inp if name == "x_inp" else getattr(self.w, name)
 
     def in_dtype(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """t in a dtype; if that is another than its own, the copy of that name, made once in a call."""
+        """Return t in a dtype. A converted copy is made once per call and stored under the name."""
         if t.dtype == dtype:
             return t
         if name not in self.copies:
@@ -103,7 +103,7 @@ class Problem:
             return self
         use = self.use if self.use is None or len(self.use) == 1 else self.use[samples]  # [b or 1, i, j or 1]
         x_inp, sqrt_n_inp = self.x_inp[samples], self.sqrt_n_inp[samples]  # [b, i, d], [b, 1]
-        # Without copies, which are of all samples.
+        # Drop the copies, which hold all samples.
         return replace(self, x_inp=x_inp, use=use, sqrt_n_inp=sqrt_n_inp, copies={})
 
     def total(self, *sums: Tensor) -> None:
@@ -121,5 +121,5 @@ class Grads(dict[str, Tensor]):
     """Gradients by the names of the parameters."""
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add to a gradient, which is 0 so far if it is not there."""
+        """Add to a gradient, or store it if there is none yet."""
         self[name] = self[name].add_(value) if name in self else value

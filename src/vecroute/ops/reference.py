@@ -1,4 +1,4 @@
-"""Algorithm 2 of the paper, line by line, in eager PyTorch: the truth that the others are held against."""
+"""Algorithm 2 of the paper, line by line, in eager PyTorch: the truth for all other implementations."""
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def route_reference(
 
     def contract(equation: str, *operands: Tensor) -> Tensor:
         result = torch.einsum(equation, *(round_to(t, rounded) for t in operands))
-        # As eager products do, but where float16 could not hold the sum.
+        # Eager products round their results too. Results in float16 are not rounded, since they may overflow.
         return result if rounded == torch.float16 else round_to(result, rounded)
 
     f, N = torch.sigmoid, normalize
@@ -53,18 +53,18 @@ def route_reference(
         sqrt_n_inp = torch.full((1,), n_inp, dtype=dtype, device=x_inp.device).sqrt()  # [1]
         use = used_pairs(input_mask, pair_mask)  # [..., i, j]
         if use is not None:
-            # Zeros in place of unused inputs, so that not even NaN in them reaches a product.
+            # Replace unused inputs by zeros, so that not even NaN in them reaches a product.
             x_inp = x_inp.where(use.any(-1, keepdim=True), 0.0)  # [..., i, d]
             use = use.expand(*x_inp.shape[:-1], n_out)  # [..., i, j]
         if input_mask is not None:
             sqrt_n_inp = input_mask.sum(-1, keepdim=True).clamp(min=1).to(dtype).sqrt()  # [..., 1]
 
         beta_use, beta_ign = betas(x_inp, w, contract)  # [..., i, j], [..., i, j]
-        # x_inp first: ONNX takes the size of i from the first operand, and W_A may have one row for all i.
+        # x_inp comes first: ONNX takes the size of i from the first operand, and W_A may have a single row.
         a_inp = contract("...id,id->...i", x_inp, w.W_A) / sqrt_n_inp + w.B_A  # [..., i]
         f_a_inp = f(a_inp)[..., None]  # [..., i, 1]
         if use is not None:
-            # Nothing to use or to ignore at unused pairs: D_use = D_ign = phi = 0 there.
+            # Unused pairs have nothing to use or to ignore: D_use = D_ign = phi = 0.
             f_a_inp = f_a_inp.where(use, 0.0)  # [..., i, j]
         x_hat, S, x_out = None, None, x_init
         for _ in range(n_iters):
@@ -84,7 +84,7 @@ def route_reference(
             # M-step
             phi = beta_use * D_use - beta_ign * D_ign  # [..., i, j]
             y = contract("...ij,...id->...jd", phi, x_inp) / sqrt_n_inp[..., None]  # [..., j, d]
-            # Not rounded: sums over many inputs leave the range of float16.
+            # Not rounded, because sums over many inputs may overflow float16.
             x_out = torch.einsum("dh,...jd->...jh", w.W_F2, w.W_F1 * y)  # [..., j, h]
             x_out = x_out + phi.sum(-2)[..., None] * w.B_F2  # [..., j, h]
             iteration = Iteration(a_inp, x_hat, S, R, D_use, D_ign, phi, x_out)
@@ -94,14 +94,14 @@ def route_reference(
 
 
 def round_to(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """t with values that dtype can hold, and its gradient too, but for float16, which could not hold that."""
+    """Round t to dtype, and its gradient too, except for float16, in which gradients may overflow."""
     if dtype == torch.float16:
         return t + (t.to(dtype).to(t.dtype) - t).detach()
     return t.to(dtype).to(t.dtype)
 
 
 def betas(x_inp: Tensor, w: Weights, contract) -> tuple[Tensor, Tensor]:
-    """Net benefit to use and net cost to ignore: parameters, or linear in x_inp; each [..., i, j]."""
+    """Return net benefit to use and net cost to ignore: parameters, or linear in x_inp; each [..., i, j]."""
     if w.beta_use is not None and w.beta_ign is not None:
         return w.beta_use, w.beta_ign  # [i, j], [i, j]
     beta_use = contract("...id,dj->...ij", x_inp, w.W_use) + w.B_use  # [..., i, j]

@@ -1,4 +1,4 @@
-"""The routing loop one iteration at a time, for callers that decide after each whether to go on.
+"""The routing loop one iteration at a time, for callers that decide after each one whether to continue.
 
 ``step(None)`` is the first iteration, under the flat prior; ``step(x_out)`` starts from x_out.
 """
@@ -20,11 +20,11 @@ class StreamedSteps:
     """Iterations of a streamed implementation, which share activations and kept arrays.
 
     Args:
-        x_inp, weights, args, cu_seqlens, options: as ``route_streamed`` has them.
+        x_inp, weights, args, cu_seqlens, options: the arguments of ``route_streamed``.
     """
 
     def __init__(self, x_inp: Tensor, weights: Weights, *args, cu_seqlens: Tensor | None, **options):
-        # x [b, i, d] and the parameters have their graph here, but not in the problem.
+        # x [b, i, d] and the parameters carry their graph here, but not in the problem.
         self.x, self.weights, *rest = operator_arguments(
             x_inp, weights, *args, cu_seqlens=cu_seqlens, **options
         )
@@ -39,7 +39,7 @@ class StreamedSteps:
         self.first = first.reshape(*batch, *first.shape[1:])  # [..., j, h]
 
     def __call__(self, x_out: Tensor | None, need_phi: bool = False, outputs=None, phi_out=None):
-        """x_out [..., j, h] after the iteration and its phi [..., i, j] (None if not asked for)."""
+        """Return x_out [..., j, h] after the iteration, and its phi [..., i, j] (None unless need_phi)."""
         if x_out is None:
             return self.first, None
         phi = None
@@ -56,7 +56,7 @@ class StreamedSteps:
         return (x_new if phi_out is None else x_new.detach()).reshape(x_out.shape), phi
 
     def pull(self, x_out: Tensor, grad: Tensor) -> Tensor:
-        """J^T grad, [..., j, h], with J the Jacobian of the iteration at x_out."""
+        """Return J^T grad, [..., j, h], with J the Jacobian of the iteration at x_out."""
         y = self.p.x_inp.new_zeros(*self._flat(x_out).shape[:2], self.p.x_inp.shape[-1], dtype=self.p.dtype)
         grad_x_out, _, _ = self.backward(self._flat(x_out), self._flat(grad), y, y[..., 0], False, False)
         return grad_x_out.reshape(x_out.shape)  # [..., j, h]
@@ -65,7 +65,7 @@ class StreamedSteps:
         return x_out.reshape(-1, *x_out.shape[-2:])  # [b, j, h]
 
     def forward(self, x_out: Tensor | None, phi: Tensor | None = None, outputs=None):
-        """x_out [b, j, h] after the iteration; y [b, j, d] and s [b, j], which its backward pass needs."""
+        """Return x_out [b, j, h] after the iteration, and y [b, j, d] and s [b, j] for its backward pass."""
         p = self.p
         with tf32_under_autocast(p):
             M = None
@@ -79,10 +79,10 @@ class StreamedSteps:
             return p.steps.outputs(p, y, s), y, s
 
     def backward(self, x_out, grad, y, s, need_weights: bool, need_grad_x: bool):
-        """Gradients of x_out [b, j, h], of x_inp (None if not needed) and of the parameters.
+        """Return the gradients of x_out [b, j, h], of x_inp (None if not needed) and of the parameters.
 
         Args:
-            need_weights: whether gradients of the parameters are needed, or only the gradient of x_out.
+            need_weights: True if gradients of the parameters are needed too.
         """
         p = self.p
         grads = passes.new_grads(p, 2)

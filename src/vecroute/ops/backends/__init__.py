@@ -1,7 +1,7 @@
-"""The protocol that the loop over chunks asks of an implementation, and the two implementations.
+"""The protocols that an implementation of the loop over chunks follows, and the two implementations.
 
 ``chunked`` is plain PyTorch, for any device. ``fused`` launches Triton kernels. Both are modules that follow
-the protocols below; docstrings in ``chunked`` say what each function does.
+the protocols below. The docstrings in ``chunked`` describe each function.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ class Backend(NamedTuple):
 
 
 def backend_of(plan: Plan) -> Backend:
-    """Return the implementation of the loop over chunks; Triton is imported only if it is used."""
+    """Return the implementation of the loop over chunks. Triton is imported only if it is used."""
     if plan.fused:
         from vecroute.ops.backends.fused import pairs, steps
 

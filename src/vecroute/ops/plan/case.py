@@ -1,4 +1,4 @@
-"""Everything of a call that its plan depends on."""
+"""The facts of a call that its plan depends on."""
 
 import math
 import warnings
@@ -11,9 +11,9 @@ from torch.cuda import _utils
 
 
 class Tuning(NamedTuple):
-    """How a call is cut up: rows of a chunk (0: chosen from the shapes), bytes of i x j quantities kept.
+    """Options for memory: rows of a chunk (0: chosen from the shapes), and bytes for kept i x j arrays.
 
-    A tuning other than the default asks for chunks.
+    Any tuning other than the default forces the loop over chunks.
     """
 
     rows: int = 0
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
     shape: tuple[int, ...]  # of x_inp
     dtype: torch.dtype  # of x_inp
-    rounded: torch.dtype  # to which autocast rounds operands, else the dtype of x_inp
+    rounded: torch.dtype  # operands are rounded to it: the dtype of autocast, else of x_inp
     w_dtype: torch.dtype
     n_out: int
     d_out: int
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     variable: bool  # whether n_inp is None
     input_mask: bool
     use_strides: tuple[int, int, int] | None  # of pair_mask [b, i, j], None if there is none
-    packed: tuple[int, torch.dtype] | None  # how many samples, and the dtype of cu_seqlens
+    packed: tuple[int, torch.dtype] | None  # number of samples, and dtype of cu_seqlens
     prior: float
     implementation: str
     tuning: Tuning
@@ -72,7 +72,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def has_compiler() -> bool:
-    """Return whether PyTorch finds NVRTC, the compiler of CUDA C++. Without it there is one warning."""
+    """Return whether PyTorch finds NVRTC, the compiler of CUDA C++. If not, warn once."""
     if not hasattr(torch.cuda, "_compile_kernel"):
         return False
     names = "_get_gpu_rtc_library", "_get_nvrtc_library"  # the second in older releases
@@ -97,7 +97,7 @@ def has_aligned_rows(x: Tensor) -> bool:
 
 
 def mask_strides(mask: Tensor, x_inp: Tensor) -> Any:
-    """Strides of a pair mask [b, i, j] with the batch dimensions of x_inp as one."""
+    """Return the strides of a pair mask [b, i, j], with all batch dimensions of x_inp in one."""
     batch = x_inp.shape[:-2]
     mask = mask.expand(*batch, *mask.shape[-2:])  # [..., i, j]
     return (mask if len(batch) == 1 else mask.reshape(math.prod(batch), *mask.shape[-2:])).stride()

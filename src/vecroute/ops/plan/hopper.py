@@ -1,4 +1,4 @@
-"""Shared memory of the CUDA C++ kernels, as their files divide it: what a device must have for them."""
+"""Shared memory that the CUDA C++ kernels need, computed from the layout in their files."""
 
 from vecroute.ops.common import cdiv, multiple_of_8
 from vecroute.ops.plan import limits
@@ -6,12 +6,12 @@ from vecroute.ops.plan.case import Device
 
 
 def fits(n_bytes: int, device: Device) -> bool:
-    """Whether a device is a Hopper GPU with so many bytes of shared memory for a block, and a compiler."""
+    """Return whether a device is a Hopper GPU with n_bytes of shared memory per block, and a compiler."""
     return device.capability == (9, 0) and device.compiles and n_bytes <= device.shared_bytes
 
 
 def cluster_bytes(c: int, n_out: int, first: bool) -> int:
-    """Bytes of ``clusters.cu`` for clusters of c multiprocessors."""
+    """Return the bytes for ``clusters.cu``, with clusters of c multiprocessors."""
     rows, warps, stages, j, d = 64, 16, 4 if first else 3, multiple_of_8(n_out), limits.CLUSTER_D
     loaded = stages * warps * d * 4
     tiles = 2 * rows * d * 2 + 2 * rows * 128  # x_inp and phi
@@ -20,18 +20,18 @@ def cluster_bytes(c: int, n_out: int, first: bool) -> int:
 
 
 def by_rows_stage_bytes(n_pairs: int) -> int:
-    """Bytes of one part of M in ``by_rows.cu``."""
+    """Return the bytes of one part of M in ``by_rows.cu``."""
     return cdiv(n_pairs, 64) * limits.BY_ROWS_COLUMNS * 128
 
 
 def by_rows_bytes(n_pairs: int) -> int:
-    """Bytes of ``by_rows.cu`` for so many pairs of an input, over all iterations."""
+    """Return the bytes for ``by_rows.cu``, with n_pairs pairs per input over all iterations."""
     products = 2 * 64 * limits.BY_ROWS_COLUMNS * 4
     return limits.BY_ROWS_STAGES * (by_rows_stage_bytes(n_pairs) + 2 * 8) + products
 
 
 def rounded_bytes(n_out: int, parts: int) -> int:
-    """Bytes of ``rounded.cu`` for M with one or two rows per output."""
+    """Return the bytes for ``rounded.cu``, with one or two rows of M per output."""
     rows, stages = 64, 3
     products = cdiv(rows * parts * n_out * 2, 1024) * 1024
     return stages * parts * multiple_of_8(n_out) * 128 + 2 * max(2 * rows * 128, products) + 2 * stages * 8

@@ -17,7 +17,7 @@ Array = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is routed. ``print(plan)`` tells the path, the reason, the chunks, the memory, the kernels.
+    """How a call is routed. ``print(plan)`` shows its path, the reason, chunks, memory and kernels.
 
     A plan holds no tensors, so threads and streams may share one.
     """
@@ -30,7 +30,7 @@ class Plan:
 
     @cached_property
     def batch(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         if self.case.packed:
             return self.case.packed[0]
         n = 1
@@ -48,12 +48,12 @@ class Plan:
 
     @cached_property
     def n_rows(self) -> int:
-        """The inputs of all samples."""
+        """Number of inputs of all samples together."""
         return self.n_inp if self.case.packed else self.batch * self.n_inp
 
     @cached_property
     def rows(self) -> tuple[int, int]:
-        """The first two sizes of x_inp with its batch dimensions as one; packed samples are one."""
+        """The first two sizes of x_inp, all batch dimensions in one. Packed samples count as one."""
         return (1, self.n_inp) if self.case.packed else (self.batch, self.n_inp)
 
     @cached_property
@@ -62,7 +62,7 @@ class Plan:
 
     @cached_property
     def fused(self) -> bool:
-        """Whether kernels do the work, not plain PyTorch."""
+        """Whether Triton kernels do the work, not plain PyTorch."""
         return self.path != "chunked"
 
     @cached_property
@@ -77,20 +77,20 @@ class Plan:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of everything but the operands of products."""
+        """The dtype of everything except operands of products."""
         return compute_dtype(self.case.dtype)
 
     @cached_property
     def operand_dtype(self) -> torch.dtype:
         """The dtype of the operands of large products.
 
-        On a CPU float16 is neither fast nor wide enough. On a GPU a float32 x_inp is not copied to be
-        rounded: tf32 products take it as it is, and round less than autocast would. With many outputs they
-        are bound by arithmetic, so that bfloat16 pays for the copy.
+        On a CPU, float16 is slow and its range too small. On a GPU, a float32 x_inp is not rounded to a copy:
+        tf32 products read x_inp itself, and round less than autocast would. With many outputs, arithmetic
+        limits the speed, so that bfloat16 is worth the copy.
         """
         case = self.case
         if self.path == "batch":
-            # Triton's interpreter cuts digits off instead of rounding to bfloat16.
+            # Triton's interpreter truncates to bfloat16 instead of rounding.
             rounds = case.dtype == torch.bfloat16 and case.device.kind == "cuda"
             return torch.bfloat16 if rounds else self.dtype
         if self.on_cpu:
@@ -102,7 +102,7 @@ class Plan:
 
     @cached_property
     def pair_dtype(self) -> torch.dtype:
-        """The dtype of pairs: dot products, phi and their gradients, but no parameters."""
+        """The dtype of pairs: dot products, phi and their gradients, but not parameters."""
         return self.operand_dtype if self.path == "wide" else self.dtype
 
     @cached_property
@@ -113,29 +113,29 @@ class Plan:
 
     @cached_property
     def width(self) -> int:
-        """Columns that outputs take side by side; the last are zeros if n_out is not a multiple of 8.
+        """Number of columns for all outputs. The last ones are zeros if n_out is not a multiple of 8.
 
         Products of bfloat16 are up to four times as fast with rows of whole 16 bytes. If the width is more
-        than n_out, it is what j means in the shapes of M, x_hat, pairs and kept arrays.
+        than n_out, j in the shapes of M, x_hat, pairs and kept arrays means the width.
         """
         return self.case.n_out if self.pair_dtype == self.dtype else multiple_of_8(self.case.n_out)
 
     @cached_property
     def ieee_kernel(self) -> bool:
-        """Whether our kernel multiplies float32 rows: cuBLAS keeps IEEE float32 off the tensor cores."""
+        """Whether our kernel multiplies float32 rows: cuBLAS uses no tensor cores for IEEE float32."""
         exact = self.operand_dtype == self.dtype == torch.float32
         return self.fused and exact and not self.case.tf32
 
     @cached_property
     def half(self) -> bool:
-        """Whether operands of the batch path are float16 with a scale per row, which has tf32's digits."""
+        """Whether operands of the batch path are float16 with a scale per row, as precise as tf32."""
         case = self.case
         fits = self.d_inp <= limits.HALF_D_INP and self.n_rows * self.d_inp * 2 <= limits.HALF_BYTES
         return fits and (case.tf32 or case.dtype == torch.float16)
 
     @cached_property
     def precision(self) -> str:
-        """How Triton multiplies float32 operands on the batch path; float16 numbers are tf32 numbers too."""
+        """How Triton multiplies float32 operands on the batch path. Every float16 number is a tf32 number."""
         if self.operand_dtype != torch.float32:
             return "ieee"
         return "tf32x3" if self.case.dtype == torch.float32 and not self.case.tf32 else "tf32"
@@ -144,17 +144,17 @@ class Plan:
 
     @cached_property
     def in_cache(self) -> bool:
-        """Whether small tensors stay in the caches of a CPU, so that it is best to use them at once."""
+        """Whether small tensors fit the caches of a CPU, so that it is best to use them at once."""
         return self.on_cpu and not self.fused
 
     @cached_property
     def rounds_late(self) -> bool:
-        """Whether x_inp is rounded for products alone: activations want it as it is."""
+        """Whether x_inp is rounded only for products, because activations need the exact x_inp."""
         return self.case.dtype == self.dtype != self.operand_dtype and not self.in_cache
 
     @cached_property
     def kept_copies(self) -> dict[str, Array]:
-        """Operands of several products that are rounded once for a call and its backward pass."""
+        """Operands of several products, rounded once for a call and its backward pass."""
         (b, i), d, h = self.rows, self.d_inp, self.case.d_out
         copies: dict[str, tuple[torch.dtype, Array]] = {}  # the dtype of the original, and the copy
         if self.rounds_late and not self.masked:
@@ -172,9 +172,9 @@ class Plan:
     def kept(self) -> Array:
         """The values stored for every pair, [b, i, k]. b is 0 if they cost no product or exceed the budget.
 
-        If n_inp is None: c_sum and c_ign, which ``fused`` keeps as a product gives them, before a_inp. If it
-        is given, on a CPU or with many outputs: the dot products of every iteration but the first. Else a
-        GPU multiplies as fast as it would read them.
+        If n_inp is None: c_sum and c_ign, which ``fused`` stores in the order of the product, before a_inp.
+        If n_inp is given, on a CPU or with many outputs: the dot products of every iteration but the first.
+        In other cases, a GPU computes them as fast as it would read them.
         """
         case, (b, i) = self.case, self.rows
         if case.variable:
@@ -188,9 +188,9 @@ class Plan:
 
     @cached_property
     def kept_x_hat(self) -> Array:
-        """Matrices of the scores that are kept, [t - 1, b, j, d]; t - 1 is 0 unless they are small, rounded.
+        """Rounded matrices of the scores that are kept, [t - 1, b, j, d]; t - 1 is 0 unless they are small.
 
-        A copy is faster to read than what it is made of, which is not rounded.
+        The rounded copy is faster to read than the original.
         """
         n, array = self.case.n_iters - 1, (self.batch, self.width, self.d_inp)
         budget = min(limits.SMALL_COPY, self.case.tuning.keep_bytes)
@@ -199,7 +199,7 @@ class Plan:
 
     @cached_property
     def saved(self) -> Memory:
-        """What a forward pass saves for the backward pass, as arrays of one allocation."""
+        """The arrays that a forward pass saves for the backward pass, in one allocation."""
         if self.path == "batch":
             from vecroute.ops.paths import module_of
 
@@ -222,29 +222,29 @@ class Plan:
 
     @cached_property
     def n_waiting(self) -> int:
-        """Numbers of one input that wait: phi and the gradient of dot of every iteration but the first."""
+        """Numbers that wait for one input: phi and the gradient of dot of every iteration but the first."""
         return (self.case.n_iters - 1) * 2 * self.case.n_out
 
     @cached_property
     def n_kept(self) -> int:
-        """The same, with the gradient of c, which all iterations share, and room for phi of the first."""
+        """``n_waiting``, plus the gradient of c, which all iterations share, plus phi of the first."""
         return self.n_waiting + (3 if self.case.variable else 1) * self.case.n_out
 
     @cached_property
     def n_all(self) -> int:
-        """The same, with a_inp."""
+        """``n_kept``, plus a_inp."""
         j = self.case.n_out
         return self.n_waiting + (multiple_of_8(3 * j + 1) if self.case.variable else j)
 
     @cached_property
     def waits_in(self) -> str:
-        """Where pairs wait: "grad_W_A" or "grad_x", in rows not written yet, or memory "apart", or ""."""
+        """Where pairs wait: unwritten rows of "grad_W_A" or "grad_x", memory "apart", or "" (nowhere)."""
         case, aside = self.case, not self.case.variable and self.batch == 1
         if case.n_iters < 2 or self.n_kept > self.d_inp or self.width != case.n_out:
             return ""
         if aside:
             return "grad_W_A" if case.w_dtype == self.dtype else ""
-        rows = self.n_rows + self.batch * self.d_inp  # of pairs, and of M of every sample
+        rows = self.n_rows + self.batch * self.d_inp  # rows of pairs, and of M of every sample
         size = multiple_of_8(self.n_all) * rows * self.dtype.itemsize
         if self.fused and size <= min(limits.APART_BYTES, 2 * case.tuning.keep_bytes):
             return "apart"
@@ -261,7 +261,7 @@ class Plan:
 
     @cached_property
     def halves(self) -> str:
-        """Which kernel makes the gradient of x_inp from float16 pairs: "triton", "hopper", or ""."""
+        """The kernel for the gradient of x_inp from float16 pairs: "triton", "hopper" or "" (none)."""
         from vecroute.ops.plan.paths import has_halves
 
         if self.path != "long" or not has_halves(self.case):
@@ -272,7 +272,7 @@ class Plan:
 
     @cached_property
     def rounded_products(self) -> bool:
-        """Whether a CUDA kernel rounds x_inp to bfloat16 on its way to the tensor cores, in the backward."""
+        """Whether a CUDA kernel rounds x_inp to bfloat16 while it multiplies, in the backward pass."""
         case, j = self.case, self.case.n_out
         bfloat16 = self.halves == "hopper" and case.rounded == torch.bfloat16 and not self.masked
         sized = self.d_inp % 128 == 0 and j % 4 == 0 and j <= limits.ROUNDED_OUTPUTS
@@ -281,11 +281,11 @@ class Plan:
     # Chunks
 
     def chunk_rows(self, row: int, share: int) -> int:
-        """Rows of a chunk: on a CPU pairs fit its cache; a GPU wants tall products more than cache hits.
+        """Return the rows of a chunk. On a CPU its pairs fit the cache; on a GPU tall products matter more.
 
         Args:
-            row: numbers that one row has in the buffers of a pass on a GPU.
-            share: buffers may take one part in so many of the size of x_inp, or more if that is few rows.
+            row: numbers that one row takes in the buffers of a pass on a GPU.
+            share: buffers may take the size of x_inp divided by share, or more if that gives few rows.
         """
         case = self.case
         if case.tuning.rows:
@@ -300,11 +300,11 @@ class Plan:
         return max(limits.GPU_ROWS, least, x_bytes // (share * size))
 
     def chunk_samples(self, rows: int, n_rows: int) -> int:
-        """Samples of n_rows inputs that go together in a chunk of so many rows."""
+        """Return the number of samples of n_rows inputs that form a chunk of about ``rows`` rows."""
         together = rows // max(1, n_rows)
         n_threads = torch.get_num_threads()
         if self.on_cpu and together > n_threads:
-            together -= together % n_threads  # each thread multiplies as many as the others
+            together -= together % n_threads  # equally many for each thread
         return max(1, min(together, limits.GRID))
 
     @cached_property
@@ -318,10 +318,11 @@ class Plan:
         return limits.SHARE_HALVES if self.halves else limits.SHARE_WAITING
 
     def parts(self) -> Iterator[slice]:
-        """Samples that go through a backward pass together: all, but on a CPU, if n_inp is None, some.
+        """Yield the samples that go through a backward pass together: all of them, with one exception.
 
-        With many small samples, tensors [b, j, d] take more memory than the rest and leave the caches. If
-        n_inp is given, the first pass writes gradients that all samples share, so that they go together.
+        On a CPU with n_inp=None, tensors [b, j, d] of many small samples take more memory than the rest and
+        do not fit the caches, so only some samples go together. If n_inp is given, the first pass writes
+        gradients that all samples share, so all samples go together.
         """
         case = self.case
         if not self.in_cache or not case.variable or case.packed or case.group:

@@ -57,7 +57,7 @@ def chunk_lines(plan: Plan) -> list[str]:
 
 
 def pass_of(plan: Plan, forward: bool) -> tuple[str, str]:
-    """Rows of the chunks of the largest pass, and the memory of its buffers."""
+    """Return the rows of a chunk in the largest pass, and the memory of its buffers."""
     if forward and plan.clusters:
         c, j = plan.d_inp // limits.CLUSTER_D, plan.case.n_out
         parts = plan.case.device.processors * (plan.d_inp // c + 1) * j  # y and s, summed over clusters
@@ -81,7 +81,7 @@ def pass_of(plan: Plan, forward: bool) -> tuple[str, str]:
 
 
 def n_chunks(plan: Plan, size: int) -> int:
-    """Chunks of at most so many rows; of packed samples, whose lengths a plan does not know, at least."""
+    """Count the chunks of at most ``size`` rows; a lower bound for packed samples of unknown lengths."""
     batch, n_inp = plan.rows
     if size < n_inp:
         return batch * cdiv(n_inp, size)
@@ -89,7 +89,7 @@ def n_chunks(plan: Plan, size: int) -> int:
 
 
 def kernels(plan: Plan) -> list[str]:
-    """What works on pairs and inputs; the kernels of the path itself first."""
+    """List the kernels for pairs and inputs, with the kernels of the path itself first."""
     if not plan.fused:
         return ["PyTorch's own"]
     found = ["clusters.cu"] if plan.clusters else []

@@ -1,6 +1,6 @@
 """The work on each pair i, j of a chunk, in plain PyTorch, for any device.
 
-Operations are few and in place: on a CPU they cost as much as the products around them.
+Operations are few and in place, because on a CPU they cost as much as the products around them.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from vecroute.ops.problem import Grads, Problem, over_samples
 
 
 def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dtype, room: Room):
-    """Memory for phi of chunks like the given one, and a function that fills it.
+    """Allocate phi for chunks of one shape, and return it with a function that fills it.
 
     Args:
         c: [b, i, 2 j] c_sum and c_ign, or [b, i, j] their combination under the flat prior, for the rows of
@@ -25,8 +25,8 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
         dot: [b, i, j] x_inp times ``scores_matrix``, or None in the first iteration.
         a: [b, i, 1 or more] x_inp times W_A in the first column, in the first iteration if n_inp is None.
         f: [b, i] activations of all rows, filled if a is given.
-        dtype: of phi.
-        room: buffers of a chunk.
+        dtype: dtype of phi.
+        room: buffers that chunks share.
 
     Returns:
         phi [b, i, j]; numbers [b, j, k] whose sum over k is the sum of phi over i; a function of a chunk.
@@ -53,29 +53,29 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
 
 
 def summer(out: Tensor, values: Tensor):
-    """A function of values [b, j, k] that adds their sum over k to out [b, j], or stores it if fresh."""
+    """Return a function that adds the sum over k of values [b, j, k] to out [b, j], or stores it if fresh."""
     return matmul.summer(out, values.shape[-1])
 
 
 def coefficients_backward(
     p: Problem, like: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, into, room
 ):
-    """A function of a chunk that turns pairs [b, i, q] into phi and the gradients of the other columns.
+    """Return a function that turns the pairs [b, i, q] of a chunk into phi and the other columns' gradients.
 
     It adds to grad_f [b, i], and if n_inp is given to the gradients of the betas, W_S and B_S. In the first
     iteration it turns grad_f into the gradient of W_A x_inp.
 
     Args:
         like, c: as in ``coefficients``.
-        results: [b, i, q] memory for phi and the gradients, of the chunk or of all rows; may be pairs itself.
-        grad_c: [b, i, 2 j or j] memory for the gradient of c, which is added to if it adds up.
+        results: [b, i, q] memory for phi and the gradients, for the chunk or for all rows. It may be pairs.
+        grad_c: [b, i, 2 j or j] memory for the gradient of c. If ``columns.adds_up``, it is added to.
         columns: the layout of pairs and results.
-        f, grad_f: [b, i], of all rows.
+        f, grad_f: [b, i], for all rows.
         grad_s: [b, j].
         into: the ``InputGradient``, which says whether results are halved.
 
     Returns:
-        The results without phi, [b, i, q - j], and that function.
+        The results without phi, [b, i, q - j], and the function.
     """
 
     def fill(chunk: Chunk) -> None:
@@ -88,7 +88,7 @@ def coefficients_backward(
 def turn(
     p: Problem, chunk: Chunk, pairs, columns, grad_s, grads, fresh, room: Room, c, results, grad_c, f, grad_f
 ) -> None:
-    """``coefficients_backward`` for one chunk; the last five arguments have no other rows."""
+    """Do ``coefficients_backward`` for one chunk. The last five arguments hold only the rows of the chunk."""
     n_out, shape = p.n_out, (*f.shape, p.n_out)
     use: Any = None if p.use is None else use_of(p, chunk)  # [b, i, j or 1]
     dot = None if columns.first else pairs[..., n_out : 2 * n_out]  # [b, i, j]
@@ -128,7 +128,7 @@ def turn(
 
 
 def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
-    """Rows of M for c_sum and c_ign, or for the one c if flat; then for a_inp, and zeros, if n has room.
+    """Return the rows of M for c_sum and c_ign, or for the flat c, then for a_inp and zeros up to n rows.
 
     Returns:
         The rows [n, d], and their biases [n].
@@ -148,7 +148,7 @@ def shared_rows_backward(p: Problem, grad: Tensor, sums: Tensor, flat: bool, fir
     Args:
         grad: [n, d] gradient of the rows.
         sums: [b, n] gradients of their products, summed over inputs.
-        first: whether there is a row for a_inp.
+        first: True if there is a row for a_inp.
     """
     k = p.n_out if flat else 2 * p.n_out
     for name, of_c in (("W", grad[:k].mT), ("B", sums[:, :k].sum(0))):
@@ -164,7 +164,7 @@ stacked = with_shared
 
 
 def betas(p: Problem, chunk: Chunk, c, first: bool, room: Room) -> tuple[Tensor, Any]:
-    """c_sum and c_ign, [b or 1, i, j] each; or under the flat prior their combination, and None."""
+    """Return c_sum and c_ign, [b or 1, i, j] each, or under the flat prior their combination and None."""
     n_out, flat = p.n_out, p.plan.is_flat(first)
     if c is not None and c.shape[-1] == n_out:
         return c, None
@@ -200,8 +200,8 @@ def responsibilities(p: Problem, chunk: Chunk, dot, use, out: Tensor, room: Room
     """Fill out [b, i, j] with R = f(z) / sum_j f(z), 0 at unused pairs; return 1 - f(z).
 
     f(z) = 1 / (1 + exp(-z)) is divided by exp(m), with m = min(0, the greatest z of the row), so that a row
-    of very negative z is not 0 / 0. m - z is clamped far below any digit of R. In the first iteration R is
-    the flat prior and the result is None.
+    of very negative z does not become 0 / 0. Clamping m - z at 80 changes no digit of R. In the first
+    iteration, R is the flat prior and the function returns None.
     """
     if dot is None:
         out.fill_(p.prior)
@@ -218,7 +218,7 @@ def responsibilities(p: Problem, chunk: Chunk, dot, use, out: Tensor, room: Room
         torch.addcmul(B_S, dot, W_S, out=z)
     used_z = z if use is None else z.masked_fill(~use, torch.finfo(z.dtype).min)  # [b, i, j]
     m = used_z.amax(-1, keepdim=True).clamp_(max=0)  # [b, i, 1]
-    e = torch.sub(m, z, out=z).clamp_(-80, 80).exp_()  # [b, i, j], of m - z
+    e = torch.sub(m, z, out=z).clamp_(-80, 80).exp_()  # [b, i, j], exp(m - z)
     t = torch.add(e, m.exp_(), out=out).reciprocal_()  # [b, i, j], f(z) / exp(m)
     one_minus_f = e.mul_(t)  # [b, i, j]
     if use is not None:
@@ -264,7 +264,7 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
         grad_x = into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]
         accumulate(p, grad_x, pairs, M, into.fresh)
         grad_x.addcmul_(grad_a, p.w.W_A[chunk.rows])  # [b, i, d]
-    fresh = chunk.samples.start == 0  # no other iteration comes here
+    fresh = chunk.samples.start == 0  # only the first iteration gets here
     grad_W_A = grads["W_A"][chunk.rows]  # [i, d]
     if fresh and len(x) == 1:
         torch.mul(grad_a[0], x[0], out=grad_W_A)

@@ -8,24 +8,24 @@ from vecroute.ops.problem import Grads, Problem, over_samples
 
 
 def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """x_out = (y W_F1 / sqrt(n_inp)) W_F2 + s B_F2, [b, j, h], from y [b, j, d] and s [b, j]."""
+    """Compute x_out = (y W_F1 / sqrt(n_inp)) W_F2 + s B_F2, [b, j, h], from y [b, j, d] and s [b, j]."""
     u = (y * p.w.W_F1).div_(p.sqrt_n_inp[..., None])  # [b, j, d]
     x_out = matmul(p, u, p.w.W_F2.to(p.dtype), out)  # [b, j, h]
     return x_out.addcmul_(s[..., None], p.w.B_F2.to(p.dtype))  # [b, j, h]
 
 
 def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
-    """g = N(x_out) W_G1, [b, j, d]."""
+    """Compute g = N(x_out) W_G1, [b, j, d]."""
     return matmul(p, normalize(x_out), p.w.W_G1.to(p.dtype), out)  # [b, j, d]
 
 
 def scaled(p: Problem, g: Tensor, out: Tensor | None = None) -> Tensor:
-    """x_hat = W_G2 g + B_G2, [b, j, d]."""
+    """Compute x_hat = W_G2 g + B_G2, [b, j, d]."""
     return torch.addcmul(p.w.B_G2.to(p.dtype), g, p.w.W_G2.to(p.dtype), out=out)  # [b, j, d]
 
 
 def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
-    """Return the matrix that gives the scores z: x_hat, multiplied by W_S if that has no i, [b, j, d]."""
+    """Return the matrix [b, j, d] for the scores z: x_hat, times W_S if W_S has no i (n_inp is None)."""
     return torch.mul(scaled(p, g), p.w.W_S.mT, out=out) if p.variable else scaled(p, g, out)
 
 
@@ -44,7 +44,7 @@ def scores_matrix_backward(p: Problem, grad: Tensor, sums: Tensor, g: Tensor, gr
 
 
 def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads: Grads, out: Tensor):
-    """Fill out with grad_y [b, j, d], from grad_x_out [b, j, h]; give grad_s [b, j]."""
+    """Fill out with grad_y [b, j, d], from grad_x_out [b, j, h], and return grad_s [b, j]."""
     sqrt_n_inp = p.sqrt_n_inp[..., None]  # [b, 1, 1]
     grad_u = matmul(p, grad_x_out, p.w.W_F2.mT.to(p.dtype)).div_(sqrt_n_inp)  # [b, j, d]
     u = (y * p.w.W_F1).div_(sqrt_n_inp)  # [b, j, d]
@@ -57,9 +57,9 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
 
 
 def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: Grads) -> Tensor:
-    """grad_x_out [b, j, h] from grad_x_hat [b, j, d], which is overwritten."""
+    """Return grad_x_out [b, j, h] from grad_x_hat [b, j, d], which is overwritten."""
     grads.add("W_G2", over_samples(grad_x_hat * g))  # [j, d]
-    grads.add("B_G2", grad_x_hat.sum(0))  # [j, d], not a view, which would keep more rows alive
+    grads.add("B_G2", grad_x_hat.sum(0))  # [j, d], not a view, which would keep all rows in memory
     grad_g = grad_x_hat.mul_(p.w.W_G2)  # [b, j, d]
     v, size = x_out, x_out.shape[-1:]
     if size[0] > 1:
@@ -75,7 +75,7 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
 
 
 def matmul(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Product of small matrices, not rounded to float16, which sums over many inputs may overflow.
+    """Multiply small matrices without rounding to float16, which sums over many inputs may overflow.
 
     Under autocast of a float32 x_inp these products are tf32.
     """

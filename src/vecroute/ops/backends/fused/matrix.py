@@ -118,7 +118,7 @@ def stacked_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows of each sample, and after them those that all share, as columns."""
+    """Write the rows of each sample, followed by the rows that all samples share, as columns."""
     q = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     b = tl.program_id(2).to(tl.int64)
@@ -165,7 +165,7 @@ def scores_matrix_backward_kernel(
 def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
     """As ``chunked.shared_rows``."""
     d = p.x_inp.shape[-1]
-    rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n)  # and [q]
+    rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n)  # [q, d] and [q]
     grid = cdiv(n, MATRIX["BLOCK_Q"]), cdiv(d, MATRIX["BLOCK_D"])
     shared_rows_kernel[grid](
         p.w.W_use, p.w.W_ign, p.w.B_use, p.w.B_ign, p.w.W_A, rows, bias, p.n_out, n, d,
@@ -191,7 +191,7 @@ def shared_rows_backward(
 
 
 def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
-    """As ``columns.with_shared``, but neighbours in q: a product with rows [b, i, q] is fastest then."""
+    """Do the same as ``columns.with_shared``, but contiguous in q, which makes products fastest."""
     if shared is None:
         return own
     (b, k, d), n = own.shape, own.shape[1] + len(shared)

@@ -46,7 +46,7 @@ def normalize_backward_kernel(
 
 
 def normalized(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """N(x) of x [b, j, h], in a dtype."""
+    """Return N(x) of x [b, j, h] in a dtype."""
     if not has_kernel(x, dtype):
         return normalize(x).to(dtype)  # [b, j, h]
     x = x.contiguous()
@@ -56,7 +56,7 @@ def normalized(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def normalized_backward(grad_v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """N(x) of x [b, j, h], in the dtype of grad_v, and the gradient of x, in its own."""
+    """Return N(x) of x [b, j, h] in the dtype of grad_v, and the gradient of x in the dtype of x."""
     dtype, size = grad_v.dtype, x.shape[-1:]
     if size[0] == 1:
         return x.to(dtype), grad_v.to(x.dtype)  # [b, j, h] each
@@ -73,12 +73,12 @@ def normalized_backward(grad_v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether one kernel both normalises x and rounds it to dtype; if it does not round, PyTorch has one."""
+    """Return whether our kernel normalises x and rounds it to dtype. Without rounding, PyTorch's is used."""
     return dtype != x.dtype and 1 < x.shape[-1] <= limits.NORM_D_OUT
 
 
 def launch(kernel, *tensors: Tensor) -> None:
-    """Each program has some vectors of the tensors, [b, j, h] each."""
+    """Launch a kernel in which each program handles some vectors of the tensors, [b, j, h] each."""
     b, j, h = tensors[0].shape
     block = blocks.of_vectors(h)
     kernel[cdiv(b * j, block["BLOCK_R"]),](*tensors, b * j, h, **block)

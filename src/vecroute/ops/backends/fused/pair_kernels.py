@@ -1,8 +1,8 @@
 """Triton kernels over the pairs i, j of a chunk.
 
 Names in kernels: ``o_`` offsets (int64), ``m_`` masks of valid elements, ``b_`` blocks of values, ``T`` the
-dtype of the computation. A program has some rows i of a sample. It goes over all outputs j in blocks, once for
-the normaliser of R and once for the result; the second time, blocks come from the cache.
+dtype of the computation. A program handles some rows i of a sample. It goes over all outputs j in blocks: once
+for the normaliser of R, and once for the result. The second time, the blocks come from the cache.
 """
 
 import torch
@@ -18,7 +18,7 @@ def triton_dtype(p: Problem) -> tl.dtype:
 
 
 def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
-    """n_out and row strides in units of 4 elements if they allow it: kernels then load 16 bytes at once."""
+    """Return n_out and row strides in units of 4 elements if possible, so that kernels load 16 bytes at once."""
     sizes = {"n_out": n_out, **strides}
     vec = 1 if any(size % 4 for size in sizes.values()) else 4
     return {"VEC": vec, **{name: size // vec for name, size in sizes.items()}}
@@ -26,13 +26,13 @@ def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
 
 @triton.jit
 def used(use, o_use, j_use, o_j, m):
-    """Which pairs of a block are used; j_use is large if neighbours of the mask differ in i."""
+    """Load which pairs of a block are used. j_use is large if the mask is contiguous in i."""
     return m & (tl.load(use + o_use + o_j.to(tl.int64) * j_use, mask=m, other=0) != 0)
 
 
 @triton.jit
 def f_of(z):
-    """f(z) as exp(low) q, with low = min(z, 0); and 1 - f(z), which keeps its digits if f(z) is almost 1."""
+    """Return f(z) as exp(low) q, with low = min(z, 0), and 1 - f(z), which is exact even if f(z) is almost 1."""
     small = tl.exp(-tl.abs(z))
     q = 1.0 / (1.0 + small)
     return tl.minimum(z, 0.0), q, q * tl.where(z > 0.0, small, 1.0)
@@ -87,7 +87,7 @@ def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, TILES: 
 
 @triton.jit
 def softmax(low, q, top, total):
-    """R of a block; exactly 1 if one output has all of it."""
+    """Compute R of a block. R is exactly 1 if all other outputs underflow to 0."""
     value = tl.exp(low - top) * q
     return tl.where(value == total, 1.0, value / total)
 
@@ -113,14 +113,14 @@ def flat_c(c_sum, c_ign, o_c, o_j, m, PRIOR: tl.constexpr, BOTH: tl.constexpr, T
 
 @triton.jit
 def from_row(start, n_out, c_sum, c_ign, W_S, B_S):
-    """Pointers to parameters [i, j] moved to a row: int64 offsets from there need fewer registers."""
+    """Move pointers to parameters [i, j] to a row. Offsets from there need fewer registers than int64 ones."""
     offset = start.to(tl.int64) * n_out
     return c_sum + offset, c_ign + offset, W_S + offset, B_S + offset
 
 
 @triton.jit
 def to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED: tl.constexpr):
-    """Offsets of a block of [b, i, j] or, where TRANSPOSED, [b, j, i] numbers."""
+    """Return the offsets of a block of [b, i, j] numbers, or [b, j, i] if TRANSPOSED."""
     if TRANSPOSED:
         return (b * n_out + o_j) * n_inp + o_i
     return (b * n_inp + o_i) * n_out + o_j
@@ -196,7 +196,7 @@ def coefficients_kernel(
 
 @triton.jit
 def add_to(pointer, value, mask, fresh, T: tl.constexpr):
-    """Add to what is stored, or store if fresh."""
+    """Add a value to memory, or store it if fresh."""
     stale = tl.full(mask.shape, 0, tl.int32) + fresh == 0
     before = tl.load(pointer, mask=mask & stale, other=0.0).to(T)
     tl.store(pointer, (before + value).to(pointer.dtype.element_ty), mask=mask)
@@ -327,7 +327,7 @@ def coefficients_backward_kernel(
             add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
             add_to(grad_ign + o_grad_c + o_j, ((R - 1.0) if FIXED else -1.0) * grad_phi, m, fresh, T)
             if not FIRST:
-                # The same products as above, so that they cancel exactly if one output has all of R.
+                # The same products as above. So they cancel exactly if one output has all of R.
                 grad_z = (R * (b_sum * grad_phi) - R * sum_R) * rest
                 if FIXED:
                     add_to(grad_W_S + o_grad_c + o_j, grad_z * b_dot, m, fresh, T)
@@ -344,11 +344,11 @@ def coefficients_backward_kernel(
                 if not FIRST:
                     grad_z *= tl.load(weights + n_out + o_j, mask=o_j < n_out, other=0.0)
                     b_top = tl.maximum(b_top, tl.max(tl.abs(grad_z), 1)[:, None])
-                # A power of two; and a GPU does not divide by numbers that are not normal.
+                # Keep only the exponent, which gives a power of two. A GPU cannot divide by subnormal numbers.
                 b_top = (b_top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
                 b_top = tl.where(b_top < 1e-37, 0.0, b_top)
                 tl.store(tops + tops_t + start + o_i, b_top, mask=m_i)
-                # Times 2^14, as ``halves_of`` has it.
+                # The factor 2^14 is the one in ``halves_of``.
                 by = 1.0 / tl.where(b_top == 0.0, 1.0, b_top)
                 b_phi = (b_phi * by * 16384.0).to(tl.float16)
                 if not FIRST:
@@ -356,7 +356,7 @@ def coefficients_backward_kernel(
             tl.store(results + o_results + o_j, b_phi, mask=m)
             if not FIRST:
                 tl.store(results + o_results + n_out + o_j, grad_z, mask=m)
-    # Last, so that with one tile nothing that was loaded need be loaded again.
+    # This comes last, so that with one tile nothing has to be loaded twice.
     p_f = grad_f + b * f_b + start + o_i
     b_grad = tl.load(p_f, mask=m_i, other=0.0) + sum_f
     if FIRST:

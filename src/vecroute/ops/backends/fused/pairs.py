@@ -26,7 +26,7 @@ from vecroute.ops.problem import Problem
 
 
 def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: dict[str, int]) -> dict:
-    """The arguments that both kernels over pairs share, except the start of a chunk; extends the strides."""
+    """Return the arguments that both kernels over pairs share, without the start of a chunk. Adds strides."""
     fixed, both = c is None, c is not None and c.shape[-1] > p.n_out
     flat = not fixed and p.plan.is_flat(first)
     if fixed:
@@ -50,12 +50,12 @@ def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: 
 
 
 def transposes(p: Problem, like: Chunk) -> bool:
-    """Whether numbers to be summed over i are neighbours in i: sums are fastest then, if rows are aligned."""
+    """Return whether values to be summed over i are contiguous in i, which is fastest if rows are aligned."""
     return like.shape[1] % 4 == 0 and p.n_out <= limits.TRANSPOSED_OUTPUTS
 
 
 def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, room: Room) -> Tensor:
-    """Memory for [b, i, j] numbers in the dtype of another tensor."""
+    """Allocate memory for [b, i, j] numbers in the dtype of another tensor."""
     (b, i), j = chunk.shape, p.n_out
     return room.take(name, like, b, j, i).mT if transposes(p, chunk) else room.take(name, like, b, i, j)
 
@@ -88,7 +88,8 @@ def coefficients_backward(
     elif b == 1:
         of_pairs = [grads[name][None] for name in names]  # [1, i, j] each
     else:
-        # One part per sample, summed below, so that no two programs write to the same place.
+        # Each sample has its own part, and the parts are summed below. So no two programs write to the same
+        # place.
         parts = room.take("parts", f, len(names), b, i, n_out)  # [2 or 4, b, i, j]
         of_pairs = list(parts)  # [b, i, j] each
     if c is None:
@@ -119,7 +120,7 @@ def coefficients_backward(
 def backward(
     p: Problem, like: Chunk, c, pairs, results, to_sum, of_pairs, columns, f, grad_s, grad_f, stored, into
 ):
-    """A function of a chunk that turns pairs into results and stores or adds to gradients [b, i, j]."""
+    """Return a function of a chunk that turns pairs into results, and stores or adds gradients [b, i, j]."""
     (b, i), first = like.shape, columns.first
     strides = {"grad_c_b": of_pairs[0].stride(0), "grad_c_i": of_pairs[0].stride(1)}
     strides |= {"results_b": results.stride(0), "results_i": results.stride(1), "pairs_i": pairs.stride(1)}
@@ -149,7 +150,7 @@ def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:
 
 
 def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into, grads) -> None:
-    """As ``chunked.inputs_backward``; one kernel does everything if it is ours that multiplies one sample."""
+    """Do the same as ``chunked.inputs_backward``; in one kernel if it is ours and there is one sample."""
     if into.halved:
         rows, w = chunk.rows, p.plan.n_waiting
         waiting, top = into.place[0, rows, :w], into.top[1:, rows]  # [i, w], [t, i]
@@ -161,7 +162,7 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
     out = x if into.grad_x is None else into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]
     if into.grad_x is not None:
         if b == 1 and fresh and has_kernel(p, x, W_A, out):
-            # Copy pairs that wait in the rows of grad_W_A, since other programs overwrite them.
+            # Copy the pairs that are stored in the rows of grad_W_A, because other programs overwrite them.
             pairs = pairs.clone() if into.aside else pairs  # [1, i, q]
             rows_times(pairs, M.mT.contiguous(), out, into.fresh, (x[0], W_A, grad_W_A, grad_a[0]))
             return

@@ -1,7 +1,7 @@
-"""The small steps between two passes, as ``chunked_steps`` has them, in few Triton kernels.
+"""The small steps between two passes, the same as in ``chunked.steps``, in a few Triton kernels.
 
-Each kernel does all that is elementwise between two products, and sums over samples without atomics, so that
-results are the same in every run.
+Each kernel does all elementwise work between two products. It sums over samples without atomics, so that
+every run gives the same result.
 """
 
 import torch
@@ -238,7 +238,7 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
     n_B = 0 if b == 1 else cdiv(j * h, sums["BLOCK_N"])
     n_s = cdiv(b * j, by_row["BLOCK_R"] * parts)
     if rounds:
-        launch(0, n_B, n_s)  # before the product, which needs grad_x_out rounded
+        launch(0, n_B, n_s)  # before the product, which needs the rounded grad_x_out
     rows = rounded.view(-1, h)  # [b j, h]
     add_product(grad_u.view(-1, d), rows, p.in_dtype("W_F2", p.w.W_F2, dtype).mT, fresh=True)
     launch(n_W, *((0, 0) if rounds else (n_B, n_s)))
@@ -270,9 +270,9 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
 
 
 def sums_of(p: Problem, grads: Grads, name: str, parts: int) -> tuple[Tensor, int]:
-    """Where a kernel sums the gradient of a parameter, [parts, j, d]; and whether that is new memory.
+    """Return the memory [parts, j, d] in which a kernel sums a gradient, and whether it is new.
 
-    One part adds to the gradient that is there.
+    With one part, the kernel adds to the existing gradient.
     """
     if parts == 1 and name in grads:
         return grads[name][None], 0
@@ -280,13 +280,13 @@ def sums_of(p: Problem, grads: Grads, name: str, parts: int) -> tuple[Tensor, in
 
 
 def add_parts(grads: Grads, name: str, sums: Tensor) -> None:
-    """Hand over the sums [parts, j, d], unless they are the gradient itself."""
+    """Add the sums [parts, j, d] to the gradient, unless they are the gradient itself."""
     if name not in grads or len(sums) > 1:
         grads.add(name, over_samples(sums))  # [j, d]
 
 
 def add_gradient(p: Problem, grads: Grads, name: str, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to a gradient, or make it that."""
+    """Add a @ b to a gradient, or store it if there is none yet."""
     fresh = name not in grads
     if fresh:
         grads[name] = a.new_empty(a.shape[0], b.shape[1], dtype=p.dtype)  # [n, m]
