@@ -1,7 +1,7 @@
 """Many outputs of a fixed length in bfloat16: Triton kernels over whole rows of pairs.
 
-A program has whole rows, one after another, so that it loads nothing twice. Pairs are bfloat16: dot products,
-phi and their gradients. Parameters, their gradients and everything in between are float32.
+A program handles whole rows, one after another, so that it loads nothing twice. Pairs are bfloat16: dot
+products, phi and their gradients. Parameters, their gradients and everything in between are float32.
 ``backends/fused/pair_kernels`` explains the names in kernels.
 """
 
@@ -22,7 +22,7 @@ from vecroute.ops.problem import Problem
 
 @triton.jit
 def scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m):
-    """z = W_S dot + B_S of a row, dot and W_S."""
+    """Return z = W_S dot + B_S of a row, dot and W_S."""
     b_dot = tl.load(dot + o_dot + o_j, mask=m, other=0.0).to(tl.float32)
     b_W = tl.load(W_S + o_S + o_j, mask=m, other=0.0).to(tl.float32)
     return b_dot * b_W + tl.load(B_S + o_S + o_j, mask=m, other=0.0).to(tl.float32), b_dot, b_W
@@ -30,7 +30,7 @@ def scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m):
 
 @triton.jit
 def logistic(z, m):
-    """f(z), 0 outside, and 1 - f(z), which keeps its digits if f(z) is almost 1."""
+    """Return f(z), 0 outside of the row, and 1 - f(z), which keeps its digits if f(z) is almost 1."""
     small = tl.exp(-tl.abs(z))
     large = 1.0 / (1.0 + small)
     small *= large
@@ -39,7 +39,7 @@ def logistic(z, m):
 
 @triton.jit
 def of_small(dot, W_S, B_S, o_dot, o_S, o_j, m):
-    """exp(z) over the greatest of its row: proportional to f(z) if all f(z) of the row are almost 0."""
+    """Return exp(z) divided by the greatest of its row: proportional to f(z) if all f(z) are almost 0."""
     z, _, _ = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
     z = tl.where(m, z, -float("inf"))
     return tl.exp(z - tl.max(z, 0))
@@ -96,7 +96,7 @@ def add_three(a, b, c, other_a, other_b, other_c):
 
 @triton.jit
 def give(pointer, value, m, ADD: tl.constexpr):
-    """Store, or add to what is stored."""
+    """Store a value, or add it to memory if ADD."""
     if ADD:
         value += tl.load(pointer, mask=m, other=0.0)
     tl.store(pointer, value, mask=m)
@@ -150,7 +150,7 @@ def rows_backward_kernel(
             o_dot = (o_pair * dot_i + dot_0) * VEC
             z, b_dot, b_W = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
             R, rest = logistic(z, m)
-            # Three sums at once, since each sum waits for all threads.
+            # Compute three sums in one reduction, because each reduction waits for all threads.
             ignored, of_row, used = tl.reduce((b_ign * grad_phi, R, R * (b_sum * grad_phi)), 0, add_three)
             if of_row < 1e-30:
                 R = of_small(dot, W_S, B_S, o_dot, o_S, o_j, m)
@@ -185,7 +185,7 @@ def rows_backward_kernel(
 
 
 def cut(p: Problem, like: Chunk, programs: int) -> tuple[int, int]:
-    """How many programs a sample has, and how many rows each program has."""
+    """Return the number of programs per sample, and of rows per program."""
     b, i = like.shape
     n_rows = cdiv(i * b, p.plan.case.device.processors * programs)
     return cdiv(i, n_rows), n_rows
@@ -208,7 +208,7 @@ def coefficients(p: Problem, like: Chunk, dot, f: Tensor, dtype: torch.dtype, ro
 
 
 def backward(p: Problem, like: Chunk, pairs, columns: Columns, f, grad_s, grad_f, grads, stored: bool):
-    """As ``backends.fused.pairs.backward``, in place.
+    """Do the same as ``backends.fused.pairs.backward``, in place.
 
     Args:
         grads: gradients of beta_use, beta_ign, and after the first iteration W_S and B_S, [b, i, j]. With one

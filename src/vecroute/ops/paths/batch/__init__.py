@@ -1,7 +1,7 @@
 """The batch path: many samples of a moderate size, padded, masked or packed, in few launches.
 
-``sizes`` says how large everything is, ``steps`` prepares the launches, ``run`` makes them, ``kernels`` and
-``products`` are Triton's.
+``sizes`` computes the sizes, ``steps`` prepares the launches, ``run`` runs them, ``kernels`` and ``products``
+hold the Triton kernels.
 """
 
 from vecroute.ops.launch import Memory
@@ -13,7 +13,7 @@ from vecroute.ops.plan import Plan
 
 
 def saved(plan: Plan) -> Memory:
-    """The memory that lives until the backward pass, also for lengths that a compiler does not know."""
+    """Return the memory that lives until the backward pass. A compiler may not know the lengths."""
     return Sizes(plan).saved
 
 

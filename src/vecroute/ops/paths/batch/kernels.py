@@ -1,14 +1,15 @@
-"""Triton kernels of the batch path: a product with x_inp and everything that is done to its pairs, in one.
+"""Triton kernels of the batch path: a product with x_inp, and all work on its pairs, in one kernel.
 
-A program has a tile: up to BLOCK_I rows of one sample, and all outputs of each. Rows of all samples follow
-each other in memory, so padded and packed calls differ only in how a program finds its tile. An input that is
-not used has f = 0: kernels neither load its vector nor anything else of its row.
+A program handles a tile: up to BLOCK_I rows of one sample, and all outputs of each row. The rows of all
+samples follow each other in memory, so padded and packed calls differ only in how a program finds its tile.
+An unused input has f = 0, and kernels load nothing of its row.
 
-*Halves.* Where HALF, operands of products are float16 with a unit: 2^14 times numbers over a *top*, the power
-of two below the greatest of them; numbers down to 2^-28 of that keep all digits. float16 has as many digits
-as tf32, and with a unit enough range, at half the bytes and twice the rate. Rows of x_inp and of M have a top
-each. Pairs that are summed over inputs have one for each tile, since a unit must be constant along the summed
-dimension; they are times the top of x_inp.
+*Halves.* If HALF, operands of products are float16 with a scale. A *top* is the power of two below the
+greatest absolute value, and a half is 2^14 times a number divided by its top. Numbers down to 2^-28 of the
+top keep all digits. float16 has as many digits as tf32, and with a scale enough range, at half the bytes and
+twice the rate. Each row of x_inp and of M has its own top. Pairs that are summed over inputs have one top per
+tile, because a scale must be constant along the summed dimension; before, they are multiplied by the top of
+x_inp.
 
 Names in kernels: ``o_`` offsets, ``m_`` masks of valid elements, ``b_`` blocks of values.
 """
@@ -19,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_of(tiles, n_inp, per_sample, pid, BLOCK_I: tl.constexpr, PACKED: tl.constexpr):
-    """The sample of a tile, its first row and the row after its last, counted over all samples."""
+    """Return the sample of a tile, its first row, and the row after its last, counted over all samples."""
     if PACKED:
         b = tl.load(tiles + 3 * pid)
         first = tl.load(tiles + 3 * pid + 1)
@@ -33,20 +34,20 @@ def tile_of(tiles, n_inp, per_sample, pid, BLOCK_I: tl.constexpr, PACKED: tl.con
 
 @triton.jit
 def top_below(greatest):
-    """The power of two below a number that is not negative; at least 2^-95, by which a GPU can divide."""
+    """Return the power of two below a non-negative number; at least 2^-95, by which a GPU can divide."""
     bits = greatest.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.maximum(bits, 32 << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rows_used(b_f, m_i, UNUSED: tl.constexpr):
-    """Which rows of a tile are used, from f; without masks all of them are."""
+    """Return which rows of a tile are used, from f. Without masks, all are."""
     return m_i & (b_f != 0.0) if UNUSED else m_i
 
 
 @triton.jit
 def multiply(a, b, total, PRECISION: tl.constexpr):
-    """total + a b; PRECISION says how float32 operands are rounded: tf32, tf32x3 (almost not) or ieee."""
+    """Return total + a b. PRECISION is the rounding of float32 operands: tf32, tf32x3 (almost none), ieee."""
     return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
@@ -54,9 +55,9 @@ def multiply(a, b, total, PRECISION: tl.constexpr):
 def times_M(x, M, o_r, m_i, n_out, d_inp, x_i, M_i, BLOCKS: tl.constexpr, BLOCK_I: tl.constexpr,
             BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
             T: tl.constexpr):  # fmt: skip
-    """x M^T of a tile, [i, BLOCKS j], for BLOCKS = 1 or 2 blocks of n_out rows of M.
+    """Return x M^T of a tile, [i, BLOCKS j], for BLOCKS = 1 or 2 blocks of n_out rows of M.
 
-    Columns of two blocks alternate, so that ``tl.split`` takes them apart without moving numbers.
+    The columns of two blocks alternate, so that ``tl.split`` separates them without moving numbers.
     """
     o_q = tl.arange(0, BLOCKS * BLOCK_J)
     m_q = o_q // BLOCKS < n_out
@@ -74,7 +75,7 @@ def times_M(x, M, o_r, m_i, n_out, d_inp, x_i, M_i, BLOCKS: tl.constexpr, BLOCK_
 
 @triton.jit
 def without_units(product, x_tops, M_tops, o_r, o_j, m_i, m_j, HALF: tl.constexpr):
-    """A block of products [i, j] of halves as it is without their units."""
+    """Remove the scales of halves from a block of products [i, j]."""
     if HALF:
         x_top = tl.load(x_tops + o_r, mask=m_i, other=0.0)
         product *= x_top[:, None] * (tl.load(M_tops + o_j, mask=m_j, other=0.0) * (1.0 / 2**28))[None, :]
@@ -83,7 +84,7 @@ def without_units(product, x_tops, M_tops, o_r, o_j, m_i, m_j, HALF: tl.constexp
 
 @triton.jit
 def store_to_sum(value, pairs, tops, sums, x_tops, tile, o_r, o_j, m_i, m_j, m, n_out, HALF: tl.constexpr):
-    """Store some pairs of a tile for ``sums_kernel``, where HALF in the unit of the tile; and their sums."""
+    """Store some pairs of a tile for ``sums_kernel``, with the scale of the tile if HALF, and their sums."""
     value = tl.where(m, value, 0.0)
     tl.store(sums + tile * n_out + o_j, tl.sum(value, 0), mask=m_j)
     if HALF:
@@ -96,13 +97,13 @@ def store_to_sum(value, pairs, tops, sums, x_tops, tile, o_r, o_j, m_i, m_j, m, 
 
 @triton.jit
 def used_pairs(use, o_use, o_j, use_j, m, MASKED: tl.constexpr):
-    """Which pairs of a tile are used."""
+    """Load which pairs of a tile are used."""
     return m & (tl.load(use + o_use + o_j * use_j, mask=m, other=0) != 0) if MASKED else m
 
 
 @triton.jit
 def flat_prior(m_used, PRIOR: tl.constexpr, MASKED: tl.constexpr, T: tl.constexpr):
-    """R of the first iteration: the same for all used outputs of an input, 0 for the others."""
+    """Return R of the first iteration: equal for all used outputs of an input, 0 for the others."""
     if MASKED:
         n = tl.sum(m_used.to(T), 1)[:, None]
         return tl.where(m_used, 1.0 / tl.maximum(n, 1.0), 0.0)
@@ -111,10 +112,10 @@ def flat_prior(m_used, PRIOR: tl.constexpr, MASKED: tl.constexpr, T: tl.constexp
 
 @triton.jit
 def competition(z, m_used):
-    """R = f(z) / sum_j f(z) over the used outputs of each input, and 1 - f(z).
+    """Return R = f(z) / sum_j f(z) over the used outputs of each input, and 1 - f(z).
 
-    f(z) is exp(low) q with low = min(z, 0), so that rows of very negative z keep their digits, and so does
-    1 - f(z) where f(z) is almost 1.
+    f(z) is computed as exp(low) q with low = min(z, 0). So rows of very negative z keep their digits, and so
+    does 1 - f(z) if f(z) is almost 1.
     """
     small = tl.exp(-tl.abs(z))
     q = 1.0 / (1.0 + small)
@@ -128,7 +129,7 @@ def competition(z, m_used):
 
 @triton.jit
 def load_betas(c_sum, c_ign, o_c, m, FIXED: tl.constexpr, T: tl.constexpr):
-    """beta_use + beta_ign and beta_ign of a tile; where FIXED the pointers are to beta_use and beta_ign."""
+    """Load beta_use + beta_ign, and beta_ign, of a tile. If FIXED, c_sum points to beta_use."""
     b_sum = tl.load(c_sum + o_c, mask=m, other=0.0).to(T)
     b_ign = tl.load(c_ign + o_c, mask=m, other=0.0).to(T)
     if FIXED:
@@ -145,7 +146,7 @@ def inputs_kernel(
     FIXED: tl.constexpr, INPUTS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr,
     TILE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """f(a_inp), 0 at inputs that are not used; and x_inp as halves. A program has some rows of a tile."""
+    """Compute f(a_inp), 0 at unused inputs, and x_inp as halves. A program handles some rows of a tile."""
     b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(1), TILE, PACKED)
     o_r = first + tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     m_all = o_r < end
@@ -180,7 +181,7 @@ def halves_kernel(
     values, out, tops,  # [b, n, d]; from row n_0 on: [b, q, half_i] float16, [b, q]
     n_0, d_inp, values_b, out_b, tops_b, half_i, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows of M as halves; a program has a row."""
+    """Convert rows of M to halves. A program handles one row."""
     row, b = tl.program_id(0) + n_0, tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     b_M = tl.load(values + b * values_b + tl.program_id(0) * d_inp + o_d, mask=o_d < d_inp, other=0.0)
@@ -200,7 +201,7 @@ def first_kernel(
     UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The first iteration: the betas, and phi under the flat prior."""
+    """Run the first iteration: the betas, and phi under the flat prior."""
     b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(0), BLOCK_I, PACKED)
     if first >= end:
         return
@@ -245,7 +246,7 @@ def next_kernel(
     HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """A later iteration: phi = f (c_sum R - c_ign), with the R of scores against x_hat."""
+    """Run a later iteration: phi = f (c_sum R - c_ign), with R from the scores of x_hat."""
     b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(0), BLOCK_I, PACKED)
     if first >= end:
         return
@@ -292,7 +293,7 @@ def next_kernel(
 
 @triton.jit
 def add_to(pointer, value, m, FRESH: tl.constexpr):
-    """Add to what is stored, or store if FRESH."""
+    """Add a value to memory, or store it if FRESH."""
     if not FRESH:
         value += tl.load(pointer, mask=m, other=0.0)
     tl.store(pointer, value, mask=m)
@@ -300,13 +301,13 @@ def add_to(pointer, value, m, FRESH: tl.constexpr):
 
 @triton.jit
 def times_top(value, tops, o_j, m_j, HALF: tl.constexpr):
-    """Pairs [i, j] times the tops of the rows of M that they are multiplied with next."""
+    """Multiply pairs [i, j] by the tops of the rows of M that they are multiplied with next."""
     return value * tl.load(tops + o_j, mask=m_j, other=0.0)[None, :] if HALF else value
 
 
 @triton.jit
 def rising_top(greatest, before, o_r, m_i, FRESH: tl.constexpr):
-    """Tops of rows, at least as large as in the iteration after this one, which the backward did before."""
+    """Return the tops of rows, at least as large as in the next iteration, whose backward ran before."""
     top = top_below(greatest)
     return top if FRESH else tl.maximum(top, tl.load(before + o_r, mask=m_i, other=0.0))
 
@@ -325,9 +326,9 @@ def next_backward_kernel(
     HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``next_kernel``: phi once more, and the gradients of everything of a pair.
+    """Compute the gradient of ``next_kernel``: phi again, and the gradients of all quantities of a pair.
 
-    The parts are gradients of beta_use, beta_ign, W_S and B_S, to be summed over samples.
+    The parts are gradients of beta_use, beta_ign, W_S and B_S, which are summed over samples later.
     """
     b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(0), BLOCK_I, PACKED)
     if first >= end:
@@ -360,12 +361,12 @@ def next_backward_kernel(
     add_to(grad_f + o_r, tl.sum(u * grad_phi, 1), m_i, FRESH)
     grad_phi *= b_f[:, None]
     of_R = R * (b_sum * grad_phi)
-    # The same products as in the sum, so that they cancel exactly if one output has all of R.
+    # The same products as in the sum. So they cancel exactly if one output has all of R.
     grad_z = tl.where(m_used, (of_R - R * tl.sum(of_R, 1)[:, None]) * rest, 0.0)
     if FIXED:
         p_parts = parts + b * part_b + o_i[:, None] * n_out + o_j[None, :]
         step = tl.num_programs(0) // per_sample * part_b  # from one parameter to the next
-        m_all = (o_r < end)[:, None] & m_j[None, :]  # zeros of unused inputs are summed too
+        m_all = (o_r < end)[:, None] & m_j[None, :]  # includes unused inputs, whose zeros are summed too
         add_to(p_parts, R * grad_phi, m_all, FRESH)
         add_to(p_parts + step, (R - 1.0) * grad_phi, m_all, FRESH)
         add_to(p_parts + 2 * step, grad_z * dot, m_all, FRESH)
@@ -394,7 +395,7 @@ def next_backward_kernel(
 def change_units(
     results, before, tops, top, o_r, o_j, m_i, m, n_out, results_i, n_rows, N_ITERS: tl.constexpr
 ):
-    """Store tops, and give the results of later iterations their units."""
+    """Store the tops, and rescale the results of later iterations to them."""
     tl.store(tops + o_r, top, mask=m_i)
     for t in tl.static_range(N_ITERS - 1):
         ratio = tl.load(before + tl.cast(t, tl.int64) * n_rows + o_r, mask=m_i, other=0.0) / top
@@ -422,9 +423,10 @@ def first_backward_kernel(
     PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``first_kernel``; the backward did all later iterations before.
+    """Compute the gradient of ``first_kernel``, after the gradients of all later iterations.
 
-    Their results have units of their own, which rise. In the end all results get the unit of this one.
+    The results of each iteration have their own scale, and scales only grow. In the end, all results get the
+    scale of this iteration.
     """
     tile = tl.program_id(0).to(tl.int64)
     b, first, end = tile_of(tiles, n_inp, per_sample, tile, BLOCK_I, PACKED)
@@ -509,11 +511,11 @@ def input_gradient_kernel(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """grad_x = results M + grad_a W_A; 0 at inputs that are not used.
+    """Compute grad_x = results M + grad_a W_A; 0 at unused inputs.
 
-    Behind the n_M rows of M of a sample come those that all share, which begin at M + shared.
+    After the n_M rows of M of a sample come the rows that all samples share, which begin at M + shared.
     """
-    # Neighbouring programs share rows of results, which then come from the cache.
+    # Neighbouring programs use the same rows of results, so that these come from the cache.
     pid = tl.program_id(0)
     b, first, end = tile_of(tiles, n_inp, per_sample, pid // n_blocks, BLOCK_I, PACKED)
     if first >= end:
@@ -549,7 +551,7 @@ def sum_activations(x, x_tops, grad_a, sums, tiles, p_out, p_total, tile, last, 
                     n_sums, x_i,
                     PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, BLOCK_I: tl.constexpr,
                     BLOCK_D: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """grad_a^T x over some tiles and features, and the sums of the gradient of a_inp that tiles have."""
+    """Sum grad_a^T x over some tiles and features, and the gradient of a_inp over these tiles."""
     total = tl.zeros([BLOCK_I, BLOCK_D], T)
     b_sum = tl.zeros([1], T)
     for t in tl.range(tile, last, num_stages=3):
@@ -578,11 +580,10 @@ def sums_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Sums over inputs: pairs^T x, and pairs. A part has up to PART tiles of one sample, or of all if WHOLE.
+    """Sum pairs^T x, and pairs, over inputs. A part is up to PART tiles of one sample, or of all if WHOLE.
 
-    If WHOLE there are EXTRA more rows, and programs for each, whose sums are the gradients of W_A,
-    grad_a^T x, and of
-    B_A. BLOCK_I are the rows of a tile, also in the kernels that stored the pairs.
+    If WHOLE, there are EXTRA more rows, with programs of their own. Their sums are the gradients of W_A
+    (grad_a^T x) and of B_A. BLOCK_I is the number of rows of a tile, as in the kernels that stored the pairs.
     """
     part = tl.program_id(1).to(tl.int64)
     first, end = part * 0, part * 0
@@ -603,7 +604,7 @@ def sums_kernel(
     o_q = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_q, m_d = o_q < n_columns, o_d < d_inp
-    n_sums = n_columns + EXTRA  # further ones for a_inp
+    n_sums = n_columns + EXTRA  # EXTRA sums for a_inp
     extra = tl.program_id(2) - (tl.num_programs(2) - EXTRA)
     if WHOLE and extra >= 0:
         row = part * n_sums + n_columns + extra
@@ -629,13 +630,13 @@ def sums_kernel(
         m = m_i[:, None] & m_q[None, :]
         b_pairs = tl.load(pairs + o_r[:, None] * n_columns + o_q[None, :], mask=m, other=0.0)
         b_x = tl.load(x + o_r[:, None] * x_i + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0)
-        m_tile = first < end  # packed samples leave tiles without rows
+        m_tile = first < end  # with packed samples, some tiles have no rows
         b_sums = tl.load(sums + t * (n_columns + 1 if WHOLE else n_columns) + o_q, mask=m_q, other=0.0)
         b_sum += tl.where(m_tile, b_sums, 0.0) if WHOLE else b_sums
         if HALF:
             top = tl.load(tops + t)
             top = tl.where(m_tile, top, 0.0) if WHOLE else top
-            # Without the units at once: in them sums could leave the range of float32.
+            # Remove the scales at once, because scaled sums could overflow float32.
             total += tl.dot(tl.trans(b_pairs), b_x) * (top * (1.0 / 2**28))
         else:
             total = multiply(tl.trans(b_pairs.to(OPERAND)), b_x.to(OPERAND), total, PRECISION)
@@ -677,7 +678,7 @@ def shared_backward_kernel(
     grad_W_use, grad_W_ign, grad_B_use, grad_B_ign, grad_W_A, grad_B_A,  # [d, j], [d, j], [j], [j], [d], [1]
     n_out, d_inp, EXTRA: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the parameters in the rows of M that all samples share: c_sum and c_ign, and of a_inp."""
+    """Compute the gradients of the parameters in the shared rows of M: for c_sum, c_ign and a_inp."""
     j = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_j, m_d = j < n_out, d < d_inp
@@ -709,7 +710,7 @@ def activations_backward_kernel(
     n_batch, n_inp, d_inp, x_i,
     UNUSED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of W_A and B_A if n_inp is given: sums over samples. grad_a is the gradient of W_A x_inp."""
+    """Sum the gradients of W_A and B_A over samples, for a fixed n_inp. grad_a is the gradient of W_A x."""
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_i, m_d = o_i < n_inp, o_d < d_inp
@@ -731,7 +732,7 @@ def activations_backward_kernel(
 
 @triton.jit
 def start_of(cu_seqlens, b, n_rows):
-    """The first row of a sample; wrong offsets are clamped, so that no kernel leaves its tensors."""
+    """Return the first row of a sample. Wrong offsets are clamped, so that no kernel leaves its tensors."""
     return tl.minimum(tl.maximum(tl.load(cu_seqlens + b), 0), n_rows).to(tl.int64)
 
 
@@ -742,8 +743,8 @@ def fill_table(table, n_slots, cu_seqlens, o, n_rows, n_batch, steps, half, BLOC
 
     The fourth column of parts is the slot of their first tile.
 
-    Tile k of sample b has the slot ``start // BLOCK + b + k``. No two share one, since a sample of n rows
-    crosses at least cdiv(n, BLOCK) - 1 multiples of BLOCK. A binary search finds the sample of a slot.
+    Tile k of sample b has the slot ``start // BLOCK + b + k``. No two tiles share a slot, because a sample of
+    n rows crosses at least cdiv(n, BLOCK) - 1 multiples of BLOCK. A binary search finds the sample of a slot.
     """
     b = tl.zeros(o.shape, tl.int32)
     for _ in range(steps):

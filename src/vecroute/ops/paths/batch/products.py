@@ -1,7 +1,7 @@
 """Triton kernels of the batch path between two passes over the inputs: products of small matrices.
 
-Each kernel also does the work before and after its product, since a launch costs more than that work. A row
-is one output j of one sample b.
+Each kernel also does the work before and after its product, because another launch would cost more. A row is
+one output j of one sample b.
 """
 
 import triton
@@ -12,7 +12,7 @@ from vecroute.ops.paths.batch.kernels import multiply, top_below
 
 @triton.jit
 def block_of(n_rows, n_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows and columns of a program, and which of them there are."""
+    """Return the rows and columns of a program, and which of them exist."""
     o_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     return o_m, o_n, o_m < n_rows, o_n < n_columns
@@ -26,7 +26,7 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """out = a b, added to what is there if ADD."""
+    """Compute out = a b, or out += a b if ADD."""
     o_m, o_n, m_m, m_n = block_of(n_rows, n_columns, BLOCK_M, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], T)
     for k in range(0, n_inner, BLOCK_K):
@@ -76,7 +76,7 @@ def outputs_kernel(
 def row_statistics(
     x, row, m_row, n, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZE: tl.constexpr, T: tl.constexpr
 ):
-    """Mean and 1 / standard deviation of rows of n numbers; 0 and 1 if they are not to be normalised."""
+    """Return mean and 1 / standard deviation of rows of n numbers; 0 and 1 if rows are not normalised."""
     mean = tl.zeros([BLOCK_M], T)
     rstd = mean + 1.0
     if NORMALIZE:
@@ -106,7 +106,7 @@ def predictions_kernel(
     FIXED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """g = N(x_out) W_G1 and x_hat = W_G2 g + B_G2, times W_S unless that is the input's."""
+    """Compute g = N(x_out) W_G1 and x_hat = W_G2 g + B_G2, times W_S if W_S has no i."""
     row, o_d, m_row, m_d = block_of(n_rows, d_inp, BLOCK_M, BLOCK_N)
     mean, rstd = row_statistics(x_out, row, m_row, d_out, BLOCK_M, BLOCK_K, NORMALIZE, T)
     total = tl.zeros([BLOCK_M, BLOCK_N], T)
@@ -136,7 +136,7 @@ def shared_rows_kernel(
     n_out, d_inp, M_i, n_inp,
     LENGTHS: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Rows of M for c_sum and c_ign, one for each program; if LENGTHS, sqrt(n_inp) by further programs."""
+    """Write the rows of M for c_sum and c_ign, one per program. If LENGTHS, others write sqrt(n_inp)."""
     q = tl.program_id(0)
     if q >= 2 * n_out:
         if LENGTHS:
@@ -162,7 +162,7 @@ def shared_rows_kernel(
 
 @triton.jit
 def count_inputs(input_mask, sqrt_n_inp, b, n_inp, COUNTED: tl.constexpr, T: tl.constexpr):
-    """sqrt(n_inp) of a sample: of its used inputs, at least 1."""
+    """Return sqrt(n_inp) of a sample, where n_inp counts its used inputs, at least 1."""
     total = n_inp
     if COUNTED:
         n = tl.zeros([1024], tl.int32)

@@ -17,7 +17,7 @@ from vecroute.ops.plan import Plan
 
 
 def arguments(x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None):
-    """Tensors as the kernels take them: parameters by name, masks of every sample as bytes."""
+    """Convert tensors for the kernels: parameters by name, and masks of every sample as bytes."""
     w = {name: t for name, t in weights._asdict().items() if t is not None}
     if input_mask is not None:
         input_mask = aligned(input_mask.expand(x_inp.shape[:-1])).view(torch.uint8)  # [..., i]
@@ -36,7 +36,7 @@ def forward(
     plan: Plan, x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None,
     cu_seqlens: Tensor | None, phi: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x_out [..., j, h] and the memory that the backward pass needs; fills phi [..., i, j] if it is given."""
+    """Return x_out [..., j, h] and the memory for the backward pass. Fill phi [..., i, j] if it is given."""
     x_inp, w, input_mask, use = arguments(x_inp, weights, input_mask, pair_mask)
     steps: Steps = plan.steps
     case, stream = steps.case, Stream(x_inp.device)
@@ -81,7 +81,7 @@ def forward(
 
 
 def small_steps(stream: Stream, steps: Steps, k: int, kept: dict, t: dict, at: dict, x_out) -> None:
-    """The steps after the pass of iteration k: x_out [b, j, h], and x_hat for the next one."""
+    """Run the small steps after the pass of iteration k: x_out [b, j, h], and x_hat for the next."""
     y, s, n, M = kept[f"y{k}"], kept[f"s{k}"], kept["sqrt_n_inp"], kept["M"]
     if steps.large:
         steps.outputs(stream, y, s, n, at["W_F1"], at["B_F2"], t["u"], x_out)
@@ -109,7 +109,7 @@ def backward(
     plan: Plan, grad_x_out: Tensor, x_inp: Tensor, weights: Weights, pair_mask: Tensor | None,
     cu_seqlens: Tensor | None, saved: Tensor, need_grad_x: bool,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
-    """Gradients of x_inp (None if not needed) and of the parameters by name, from grad_x_out [..., j, h]."""
+    """Return the gradients of x_inp (None if not needed) and of parameters, from grad_x_out [..., j, h]."""
     x_inp, w, _, use = arguments(x_inp, weights, None, pair_mask)
     steps: Steps = plan.steps
     case, stream = steps.case, Stream(x_inp.device)
@@ -191,7 +191,7 @@ def backward(
 def add_up(
     stream: Stream, launches: Sum, pairs: tuple, x, f, others: tuple, cu_seqlens, t: dict, name, out, totals
 ):
-    """out [b, q, d] = pairs^T x_inp and totals [b, q], sums over the inputs of each sample, or of all."""
+    """Sum over the inputs of each sample, or of all: out [b, q, d] = pairs^T x_inp, and totals [b, q]."""
     values, tops, sums = pairs
     many = launches.add is not None
     to = (t[f"{name}_parts"], t[f"{name}_totals"]) if many else (out, totals)
@@ -201,7 +201,7 @@ def add_up(
 
 
 def row(stream: Stream, steps: Steps, tops, k: int):
-    """Row k of [t, r] numbers; any row if k is negative."""
+    """Return row k of [t, r] numbers; any row if k is negative."""
     k = max(k, 0)
     return tops[k] if stream.interpreted else tops + k * steps.n_rows * steps.dtype.itemsize
 

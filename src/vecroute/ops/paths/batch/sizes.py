@@ -21,10 +21,12 @@ class Sizes:
         self.dtype, self.packed, self.half = compute_dtype(case.dtype), case.packed is not None, plan.half
         self.n_out, self.d, self.h, self.last = case.n_out, case.shape[-1], case.d_out, case.n_iters - 1
         self.x_i = aligned(self.d, 64) if self.half else self.d
-        self.n_M = self.n_out * (2 * case.n_iters - 1)  # rows of M that each sample has for itself
-        self.n_shared = 2 * self.n_out if case.variable else 0  # those that all share, for c_sum and c_ign
+        self.n_M = self.n_out * (2 * case.n_iters - 1)  # rows of M that differ between samples
+        self.n_shared = (
+            2 * self.n_out if case.variable else 0
+        )  # rows of M that all samples share, for c_sum and c_ign
         self.results_i = aligned(self.n_M + self.n_shared, 16)  # so that kernels load 16 bytes at once
-        # Whether cuBLAS multiplies between two passes: faster for large products, but with more launches.
+        # Whether cuBLAS multiplies between two passes. It is faster for large products, but adds launches.
         n_products = self.batch * self.n_out * self.d * self.h
         self.large = case.w_dtype == self.dtype and n_products >= limits.LARGE_PRODUCT
         self.unused = case.input_mask or case.use_strides is not None
@@ -36,7 +38,7 @@ class Sizes:
         self.saved = self.make_saved()
 
     def packed_parts(self) -> int:
-        """Parts of all sums over the inputs of packed samples; an upper bound."""
+        """Upper bound for the number of parts of all sums over the inputs of packed samples."""
         return cdiv(self.n_rows, PACKED_TILES * TILE) + self.batch
 
     def make_saved(self) -> Memory:

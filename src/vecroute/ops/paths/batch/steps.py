@@ -31,7 +31,7 @@ TL = {
 
 
 class Sum(NamedTuple):
-    """The launches of a sum over inputs: of parts, and what adds up several parts (None if there is one)."""
+    """The launches of a sum over inputs: one for the parts, one that adds them (None for one part)."""
 
     parts: Launch
     add: Launch | None
@@ -44,7 +44,7 @@ class Steps(Sizes):
         super().__init__(plan)
         self.T = TL[self.dtype]
         operand = torch.float16 if self.half else plan.operand_dtype
-        # How products of small matrices multiply.
+        # The rounding of products of small matrices.
         small = "ieee" if self.dtype == torch.float64 else "tf32" if self.case.tf32 else "tf32x3"
         self.small = {"PRECISION": small, "T": self.T}
         self.precision = {"HALF": self.half, "OPERAND": TL[operand], "PRECISION": plan.precision, "T": self.T}
@@ -64,7 +64,7 @@ class Steps(Sizes):
     # Sizes
 
     def parts(self, columns: int, whole: bool = False) -> tuple[int, int, int]:
-        """Tiles of a part of a sum over inputs, parts of a sample, and parts in all."""
+        """Return tiles per part of a sum over inputs, parts per sample, and parts in all."""
         if self.packed and not whole:
             return PACKED_TILES, 1, self.packed_parts()
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
@@ -75,8 +75,8 @@ class Steps(Sizes):
         return tiles, n, n * batch
 
     def dtypes(self, letters: str) -> list[torch.dtype]:
-        """x: of x_inp in products, X: of x_inp, M: of M in products, w: of the parameters, p: of pairs to be
-        summed, f: of everything else that is floating point, m: masks, i: tables, o: cu_seqlens."""
+        """Return the dtypes for letters. x: x_inp in products, X: x_inp, M: M in products, w: parameters,
+        p: pairs to be summed, f: other floating-point numbers, m: masks, i: tables, o: cu_seqlens."""
         case, half = self.case, torch.float16
         by = {"X": case.dtype, "x": half if self.half else case.dtype, "M": half if self.half else self.dtype}
         by |= {"w": case.w_dtype, "f": self.dtype, "p": half if self.half else self.dtype, "m": torch.uint8}
@@ -120,7 +120,7 @@ class Steps(Sizes):
     # Launches
 
     def tiles(self, kernel: Any, letters: str, sizes: tuple, block: dict, **constants: Any) -> Launch:
-        """Return a kernel over tiles; a letter for the dtype of each pointer."""
+        """Prepare a kernel over tiles, with one letter for the dtype of each pointer."""
         constants = {**constants, "PACKED": self.packed, **self.precision, **block}
         sizes = self.n_inp, self.per_sample, *sizes
         return Launch(kernel, (self.n_tiles, 1, 1), self.dtypes(letters), sizes, **constants)
@@ -163,7 +163,7 @@ class Steps(Sizes):
         ]
 
     def make_small_forward(self) -> None:
-        """F and G: products by cuBLAS where they are large, else by kernels that do the rest too."""
+        """Prepare F and G: large products by cuBLAS, others by kernels that also do the work around them."""
         case, b, j, d, h = self.case, self.batch, self.n_out, self.d, self.h
         if not self.large:
             block = blocks.of_product(b * j, h)
@@ -177,7 +177,7 @@ class Steps(Sizes):
             )
             block = blocks.of_product(b * j, d)
             grid = block.pop("grid")
-            # x_hat goes to M, or where that has halves to rows of its own.
+            # x_hat goes to M, or to rows of its own if M holds halves.
             self.predictions = [
                 Launch(
                     products.predictions_kernel, grid, self.dtypes("fwwwwff"), (b * j, j, d, h,
@@ -207,19 +207,19 @@ class Steps(Sizes):
         ]  # fmt: skip
 
     def by_vectors(self, kernel: Any, letters: str) -> Launch:
-        """Return a kernel whose programs have whole output vectors."""
+        """Prepare a kernel whose programs handle whole output vectors."""
         n, block = self.batch * self.n_out, blocks.of_vectors(self.h)
         grid = cdiv(n, block["BLOCK_R"]), 1, 1
         return Launch(kernel, grid, self.dtypes(letters), (n, self.h), **block)
 
     def own_rows(self, first: int) -> tuple[int, int]:
-        """Where float32 rows of M go, from row ``first`` on: the stride of samples, and the offset."""
+        """Return stride of samples and offset of the float32 rows of M, from row ``first`` on."""
         return (self.n_out * self.d, 0) if self.half else (self.n_M * self.d, first * self.d)
 
     def product(
         self, sizes: tuple[int, int, int], *, transposed: tuple[bool, bool], add: bool = False
     ) -> Any:
-        """Return a product of contiguous matrices; for each operand, whether memory holds its transpose."""
+        """Prepare a product of contiguous matrices. ``transposed``: which operands are stored so."""
         if self.large:
             return Product(
                 sizes, self.dtype, workspace=WORKSPACE, transposed=transposed, add=add, tf32=self.case.tf32
@@ -240,7 +240,7 @@ class Steps(Sizes):
         )
 
     def make_lengths(self) -> None:
-        """Lengths of samples, and rows of M that all share."""
+        """Prepare the lengths of samples, and the rows of M that all samples share."""
         case, b, counts = self.case, self.batch, {"COUNTED": self.case.input_mask, "T": self.T}
         if case.variable:
             n = 2 * self.n_out + (0 if self.packed else b)
@@ -266,13 +266,13 @@ class Steps(Sizes):
         )  # fmt: skip
 
     def halves(self, n: int, batch: int, of: int, first: int) -> Launch:
-        """Rows [batch, n, d] as halves, into the rows of M [batch, of, x_i] from the first on."""
+        """Prepare the conversion of rows [batch, n, d] to halves in M [batch, of, x_i], from ``first`` on."""
         sizes = first, self.d, n * self.d, of * self.x_i, of, self.x_i
         block = {"BLOCK_D": next_power_of_2(self.x_i)}
         return Launch(kernels.halves_kernel, (n, batch, 1), self.dtypes("fMf"), sizes, **block)
 
     def sum(self, columns: int, whole: bool = False) -> Sum:
-        """Sums over the inputs of each sample, or of all samples, of as many columns of pairs."""
+        """Prepare sums of pairs with so many columns over the inputs of each sample, or of all samples."""
         packed = self.packed and not whole
         tiles, n, n_parts = self.parts(columns, whole)
         block_q, block_d = blocks.of_sums(columns)
@@ -398,7 +398,7 @@ class Steps(Sizes):
         )  # fmt: skip
 
     def sum_samples(self, k: int, n: int, fresh: int) -> Launch:
-        """Return the sum over samples of k arrays [b, n]."""
+        """Prepare the sum over samples of k arrays [b, n]."""
         return Launch(
             sum_samples_kernel, (cdiv(n, blocks.SAMPLES["BLOCK_N"]), k, 1), self.dtypes("fffff"),
             (self.batch, n, fresh), T=self.T, **blocks.SAMPLES,

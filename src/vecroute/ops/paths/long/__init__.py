@@ -14,11 +14,11 @@ from vecroute.ops.plan import Plan
 
 
 def scaled_matrix(plan: Plan, matrices: list[Tensor], first: bool) -> tuple[Tensor, Tensor]:
-    """M as ``input_gradient`` takes it, and the scales of those rows of M that belong to the newest pairs.
+    """Return M in the layout of ``input_gradient``, and the scales of the rows of M for the newest pairs.
 
     Args:
-        matrices: [1, q, d] for every iteration that waits and at last for this one; before the first
-            iteration for this one alone, whose scales are needed but not its M.
+        matrices: [1, q, d] one for every iteration whose pairs wait, then one for this iteration. Later
+            iterations pass only their own, since their scales are needed but not yet M.
     """
     if first and plan.halves == "hopper":
         return by_rows.scaled_matrix(matrices, plan.case.n_out)
@@ -26,7 +26,7 @@ def scaled_matrix(plan: Plan, matrices: list[Tensor], first: bool) -> tuple[Tens
 
 
 def input_gradient(plan: Plan, waiting, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
-    """Fill grad_x and grad_W_A, [i, n]; pairs of later iterations wait in the rows of grad_W_A.
+    """Fill grad_x and grad_W_A, [i, n]. Pairs of later iterations wait in the rows of grad_W_A.
 
     Args:
         waiting: [i, w] phi and the gradient of dot of every iteration but the first, in float16.

@@ -1,7 +1,7 @@
-"""Small matrices as the tensor cores of Hopper GPUs read them from shared memory, in one Triton kernel each.
+"""Lay out small matrices for the tensor cores of Hopper GPUs, which read them from shared memory.
 
-A row there has 64 numbers, in groups of eight. The place of a group depends on the row, so that the groups of
-8 rows are in different banks.
+A row has 64 numbers, in groups of eight. The place of a group depends on the row, so that the groups of 8
+rows are in different banks.
 """
 
 import torch
@@ -30,15 +30,15 @@ def features_kernel(M, out, n, q, d, n_out, padded, BLOCK: tl.constexpr):  # [q,
 def columns_kernel(M, scales, out, k, d):  # [k, d], [k], [d / 64, tiles, 64, 8, 8]
     """out = 2^14 M / scales, 64 columns d at a time, in the order in which threads multiply.
 
-    A thread has 8 of 32 rows k and multiplies 4 of them at a time, two in each half of 16. It has 4
-    neighbours of 16 columns.
+    A thread holds 8 of 32 rows k and multiplies 4 of them at a time, two in each half of 16. It holds 4
+    neighbouring columns of 16.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     o = tl.arange(0, 64)
     row, column = tile * 64 + o[:, None], part * 64 + o[None, :]
     b_M = tl.load(M + row * d + column, mask=row < k, other=0.0)
     b_M = b_M / tl.load(scales + row, mask=row < k, other=1.0) * 16384.0
-    # Rows as 2 x 4 x 4 x 2 and columns as 4 x 4 x 2 x 2 change places among themselves, and with each other.
+    # Split rows into 2 x 4 x 4 x 2 and columns into 4 x 4 x 2 x 2, and permute these axes.
     b_M = b_M.to(tl.float16).reshape(2, 4, 4, 2, 4, 4, 2, 2).permute(4, 6, 5, 7, 0, 2, 1, 3).reshape(64, 64)
     place, step = o[:, None], o[None, :]
     out += (part * tl.num_programs(0) + tile) * 4096

@@ -1,6 +1,6 @@
 """The gradients of x_inp and of W_A in one CUDA kernel (Hopper), as in ``halves``.
 
-Here a block has whole rows: it reads pairs from memory once, and M from the cache once for all its rows.
+Here a block handles whole rows. It reads pairs from memory once, and M from the cache once for all its rows.
 """
 
 from functools import cache
@@ -16,11 +16,11 @@ from vecroute.ops.paths.long.halves import row_scales
 from vecroute.ops.plan import limits
 from vecroute.ops.plan.hopper import by_rows_bytes
 
-GROUPS, ROWS = 2, 64  # a block has so many groups of 128 threads, each with so many rows
+GROUPS, ROWS = 2, 64  # groups of 128 threads in a block, and rows per group
 
 
 def scaled_matrix(matrices: list[Tensor], n_out: int) -> tuple[Tensor, Tensor]:
-    """As ``long.scaled_matrix`` in the first iteration."""
+    """Do the same as ``long.scaled_matrix`` in the first iteration."""
     M = torch.cat([M[0] for M in matrices])  # [w + j, d]
     scales = row_scales(M)  # [w + j, 1]
     return by_columns(M, scales), scales[-n_out:].flatten()
@@ -40,7 +40,7 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
 
 
 def n_pairs(n_waiting: int, n_out: int) -> int:
-    """Return all pairs of one input: two per output for each iteration that waits, one for the first."""
+    """Return the number of pairs per input: two per output for each waiting iteration, one for the first."""
     return (2 * n_waiting + 1) * n_out
 
 

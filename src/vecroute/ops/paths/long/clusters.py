@@ -23,7 +23,7 @@ THREADS = 512
 
 
 def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> None:
-    """As ``passes.forward_pass``: fill y [1, j, d] and s [1, j], and f_a_inp [1, i] in the first one."""
+    """Do the same as ``passes.forward_pass``: fill y [1, j, d], s [1, j], and at first f_a_inp [1, i]."""
     (i, d), device = p.x_inp.shape[1:], p.x_inp.device
     c, first = d // limits.CLUSTER_D, x_hat is None
     launch, n_clusters = kernel(c, p.n_out, first, device)
@@ -77,10 +77,10 @@ def source(c: int, n_out: int, first: bool) -> str:
 
 
 def scorers(c: int) -> int:
-    """How many of the four groups of 128 threads find scores.
+    """Return how many of the four groups of 128 threads compute scores.
 
-    Each of them reads all of x_inp, so that two are faster than four. In a cluster of two multiprocessors,
-    each has twice as many rows and no registers left for two groups to hold their scores.
+    Each of them reads all of x_inp, so two are faster than four. In a cluster of two multiprocessors, each
+    has twice as many rows, and too few registers to hold the scores of two groups.
     """
     return 4 if c == 2 else 2
 
@@ -97,7 +97,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 def clusters_at_a_time(function: Any, c: int, shared: int) -> int:
-    """How many clusters of c blocks the current device runs at once."""
+    """Return the number of clusters of c blocks that the current device runs at once."""
     n, config = ctypes.c_int(), LaunchConfig(c, 1, 1, THREADS, 1, 1, shared)
     status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters(
         ctypes.byref(n), function, ctypes.byref(config)

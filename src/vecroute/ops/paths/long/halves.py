@@ -35,7 +35,7 @@ def input_gradient_kernel(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """grad_x = sum_t top_t (pairs_t M_t) + grad_a W_A and grad_W_A = grad_a x_inp; top_t are ascending."""
-    # Neighbours share rows of pairs, which then come from the cache.
+    # Neighbouring programs use the same rows of pairs, so that these come from the cache.
     row = tl.program_id(0) // n_blocks * BLOCK_I
     column = (start + tl.program_id(0) % n_blocks) * BLOCK_N
     o_i = row.to(tl.int64) + tl.arange(0, BLOCK_I)
@@ -60,7 +60,7 @@ def input_gradient_kernel(
 
 
 def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
-    """As ``long.input_gradient``, with M [1, n, k]."""
+    """Do the same as ``long.input_gradient``, with M [1, n, k]."""
     M = M[0]  # [n, k]
     rows, columns, inner = HALVES["BLOCK_I"], HALVES["BLOCK_N"], HALVES["BLOCK_K"]
     pairs = [TensorDescriptor.from_tensor(t, [rows, inner]) for t in (waiting, phi)]
@@ -76,7 +76,7 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
 
 
 def row_scales(M: Tensor) -> Tensor:
-    """The greatest element of each row of M [..., q, d], [..., q, 1]; 1 if a GPU could not divide by it."""
+    """Return the greatest element of each row of M [..., q, d]; 1 if a GPU cannot divide by it."""
     greatest = torch.linalg.vector_norm(M, torch.inf, -1, keepdim=True)  # [..., q, 1]
     return greatest.masked_fill_(greatest < 1e-37, 1)
 
@@ -88,10 +88,10 @@ def scaled_matrix(matrices: list[Tensor], first: bool) -> tuple[Tensor, Tensor]:
 
 
 def halves_of(matrices: list[Tensor], scales: list[Tensor]) -> Tensor:
-    """Matrices [1, q, d] over their row scales, side by side in float16, [1, d, k].
+    """Divide matrices [1, q, d] by their row scales, and put them side by side in float16, [1, d, k].
 
-    Each is filled up with zeros to whole blocks of columns. All are multiplied by 2^14, so that numbers down
-    to 2^-28 of the greatest in their row keep all digits.
+    Each is padded with zeros to whole blocks of columns. All are multiplied by 2^14, so that numbers down to
+    2^-28 of the greatest in their row keep all digits.
     """
     block = HALVES["BLOCK_K"]
     halves = [

@@ -9,7 +9,7 @@ import torch
 
 
 def source(name: str, *definitions: str) -> str:
-    """Return the text of ``hopper.cu``, of some definitions, and of a kernel that uses both."""
+    """Concatenate ``hopper.cu``, some definitions, and a kernel that uses both."""
     here = files("vecroute.ops.paths.long")
     return "\n".join((here.joinpath("hopper.cu").read_text(), *definitions, here.joinpath(name).read_text()))
 
@@ -39,7 +39,7 @@ def multiplication(
 
 
 def compiled(text: str, name: str, shared: int, device: torch.device) -> Any:
-    """Return a kernel that may use so many bytes of shared memory.
+    """Compile a kernel that may use ``shared`` bytes of shared memory.
 
     Raises:
         RuntimeError: the compiler refuses the kernel, with its log, or the device cannot load it.
@@ -57,7 +57,7 @@ def compiled(text: str, name: str, shared: int, device: torch.device) -> Any:
 
 @contextmanager
 def without_headers() -> Iterator[None]:
-    """Compile without the headers of the CUDA toolkit: PyTorch fails if they are missing, we need none."""
+    """Compile without the headers of the CUDA toolkit. We need none, and PyTorch fails without them."""
     from torch.utils import cpp_extension
 
     before = cpp_extension.CUDA_HOME

@@ -1,7 +1,7 @@
 """Products of the rows of one long sample with few others, in bfloat16, in one CUDA kernel (Hopper).
 
-Under autocast x_inp is float32: a product in bfloat16 would need a copy of it. Here rows are rounded on their
-way to the tensor cores. The results are bfloat16 too, since they are read only once.
+Under autocast, x_inp is float32, and a product in bfloat16 would need a rounded copy. Here the kernel rounds
+rows while it loads them. The results are bfloat16 too, because they are read only once.
 """
 
 from collections.abc import Callable
