@@ -124,6 +124,7 @@ def test_pointing_at_a_word_shows_its_numbers(page):
 
 
 def test_examples_links_and_words_that_are_explained(page, address):
+    page.wait_for_selector("#examples button")
     examples = page.locator("#examples button")
     assert examples.count() == 3
     found = answer(page, lambda: examples.nth(1).press("Enter"))

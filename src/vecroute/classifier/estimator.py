@@ -368,6 +368,10 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
 
         Returns:
             The address of the commit.
+
+        Raises:
+            ValueError: the name is not "owner/name".
+            OSError: the hub cannot be reached or refuses.
         """
         from vecroute.classifier.hub import push
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vecroute.classifier.card import model_card
-from vecroute.classifier.saving import read_config
+from vecroute.classifier.saving import read_config, save_classifier
+from vecroute.encoders.finding import first_line, hub_error
 from vecroute.storage import require
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ def push(
     client = require("huggingface_hub", "hf").HfApi()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "model"
-        classifier.save_pretrained(place, about=about)
+        save_classifier(classifier, place, False, about, elsewhere=True)
         (place / "README.md").write_text(model_card(read_config(place), name))
         encoder = classifier.encoder_.name
         if Path(encoder).expanduser().exists():
@@ -33,16 +34,19 @@ def push(
                 encoder,
                 name,
             )
-        client.create_repo(name, private=private, exist_ok=True)
-        if revision is not None:
-            client.create_branch(name, branch=revision, exist_ok=True)
-        done = client.upload_folder(
-            repo_id=name,
-            folder_path=place,
-            revision=revision,
-            commit_message=message,
-            allow_patterns=list(FILES),
-        )
+        try:
+            client.create_repo(name, private=private, exist_ok=True)
+            if revision is not None:
+                client.create_branch(name, branch=revision, exist_ok=True)
+            done = client.upload_folder(
+                repo_id=name,
+                folder_path=place,
+                revision=revision,
+                commit_message=message,
+                allow_patterns=list(FILES),
+            )
+        except Exception as error:  # network and hub each raise errors of their own
+            raise OSError(f"{name} could not be uploaded to the hub: {first_line(error)}") from error
     return str(getattr(done, "commit_url", done))
 
 
@@ -63,9 +67,8 @@ def find(folder: str | Path, revision: str | None) -> Path:
     try:
         return Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
     except Exception as error:  # network, hub and files each raise errors of their own
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"{name} is no folder that is there, and could not be loaded from the hub: {lines[0]}"
+            f"{name} is no folder that is there, and could not be loaded from the hub: {hub_error(error)}"
         ) from error
 
 

@@ -10,7 +10,7 @@ from sklearn.preprocessing import MultiLabelBinarizer  # type: ignore[import-unt
 from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
 from torch import Tensor
 
-from vecroute.io.cells import is_missing
+from vecroute.io.cells import is_missing, shortened
 from vecroute.training.recipe import FEW
 
 N_EXAMPLES = 3  # a classifier stores at most this many texts
@@ -82,7 +82,7 @@ def check_labels(y: Any, n: int, name: str = "y") -> Labels:
     if len(classes) < 2:
         raise ValueError(f"{name} must have two classes or more, all have the label {classes[0]!s}")
     if counts.min() < 2:
-        few = ", ".join(str(label) for label in classes[counts < 2][:5])
+        few = ", ".join(shortened(str(label)) for label in classes[counts < 2][:5])
         raise ValueError(f"{name} must have two examples or more of each class, got one of: {few}")
     return Labels(classes, torch.from_numpy(np.eye(len(classes), dtype=np.float32)[index]))
 

@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from vecroute.classifier.card import model_card
 from vecroute.classifier.estimate import Estimate
-from vecroute.encoders.finding import first_line
+from vecroute.encoders.finding import BUILT_IN, first_line
 from vecroute.encoders.identity import Identity, difference
 from vecroute.encoders.loading import pick_device
 from vecroute.storage import put_folder, remove_abandoned, temporary_place, write_file
@@ -41,14 +41,23 @@ ENCODER_ENTRIES |= {"weights": str, "preparation": str, "configuration": dict, "
 PARAMS: dict[str, Any] = {"head": str, "head_options": dict | None, "multi_label": bool, "random_state": int}
 
 
-def save_classifier(classifier: Any, folder: Path, overwrite: bool, about: dict) -> None:
-    """Write the classifier to a temporary folder beside the target, then rename it."""
+def save_classifier(
+    classifier: Any, folder: Path, overwrite: bool, about: dict, *, elsewhere: bool = False
+) -> None:
+    """Write the classifier to a temporary folder beside the target, then rename it.
+
+    Args:
+        classifier, folder, overwrite, about: see ``RoutingClassifier.save_pretrained``.
+        elsewhere: True if the folder goes to another machine. An encoder's path on this one is not stored then.
+    """
     folder = Path(os.path.abspath(folder))
     inside = place_inside(classifier.encoder_.name, folder)
     check_place(folder, overwrite, inside)
     config = describe(classifier, about)
     if inside is not None:
         config["encoder"]["name"] = INSIDE + inside.as_posix()
+    elif not elsewhere:
+        config["encoder"]["name"] = from_anywhere(classifier.encoder_.name)
     weights = {name: p.detach().cpu().contiguous() for name, p in classifier.head_.state_dict().items()}
     # Each file holds a checksum of the other, so that a change to one of them is noticed.
     data = save(weights, {"config_sha256": config_sha256(config)})
@@ -103,6 +112,12 @@ def place_inside(encoder: str, folder: Path) -> Path | None:
     place, folder = Path(encoder).expanduser().resolve(), folder.resolve()
     found = place.is_dir() and place != folder and place.is_relative_to(folder)
     return place.relative_to(folder) if found else None
+
+
+def from_anywhere(encoder: str) -> str:
+    """Return the name of an encoder. A folder becomes an absolute path, which holds from any other folder."""
+    place = Path(encoder).expanduser()
+    return os.path.abspath(place) if encoder not in BUILT_IN and place.is_dir() else encoder
 
 
 def link(source: str, target: str) -> None:
@@ -217,6 +232,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         if path.stat().st_size > CONFIG_BYTES:
             raise ValueError(f"it has more than {CONFIG_BYTES:,} bytes")
         config = json.loads(path.read_bytes())
+        if "format" not in config:
+            raise ValueError("it does not say what it is, vecroute did not write it")
         if config["format"] != FORMAT:
             raise ValueError(f"its format is {config['format']}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -13,6 +13,8 @@ from vecroute.cli.common import app, fail
 
 __all__ = ["app", "fail", "main"]
 
+# The order of the commands in `vecroute --help`.
+ORDER = ("demo", "fit", "predict", "evaluate", "explain", "serve", "compare", "faithfulness")
 # click raises this error for a wrong command or option. typer may bundle click under another module name.
 UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
@@ -39,7 +41,8 @@ def main() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
         fail("standard output is closed")
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
+    command.commands = {name: command.commands[name] for name in ORDER}
     try:
         with command.make_context("vecroute", sys.argv[1:] or ["--help"]) as context:
             command.invoke(context)
@@ -47,7 +50,7 @@ def main() -> None:
     except typer.Exit as asked:
         sys.exit(asked.exit_code)
     except UsageError as error:
-        fail(error.format_message())
+        fail(error.format_message().replace("Value error, ", ""))  # words of pydantic
     except BrokenPipeError:  # the reader of the output, such as head, has closed the pipe
         leave_output()
         sys.exit(0)

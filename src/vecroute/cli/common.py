@@ -111,12 +111,6 @@ def read_texts(data: Path, text: str, label: str | None, strict: bool, delimiter
     return samples
 
 
-def checked(texts: Any, name: str, where: Any, first: int = 0) -> list[str]:
-    from vecroute.classifier.labels import check_texts
-
-    return check_texts(texts, f"column {name!r} of {where}", first)
-
-
 def standard_input() -> IO[bytes]:
     if sys.stdin is None:
         raise ValueError("standard input is closed: name what to read")

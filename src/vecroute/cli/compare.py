@@ -7,10 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from vecroute.cli.common import Delimiter, Device, Strict, app, check_data, finite, read_texts, told
+from vecroute.cli.evaluate import check_known
 from vecroute.cli.threads import limit_threads
 
 
-@app.command(epilog="Example: vecroute compare data.csv --heads all --seeds 5")
+@app.command(
+    short_help="Compare heads on your own table.",
+    epilog="Example: vecroute compare data.csv --heads all --seeds 5",
+)
 def compare(
     data: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .jsonl or .parquet, maybe .gz.")],
     heads: Annotated[str, typer.Option(help="Names separated by commas, or all.")] = "all",
@@ -47,6 +51,9 @@ def compare(
     if test is not None:
         check_data(test)
         other = read_texts(test, text, label, strict, delimiter)
+        places = [f"line {line} of {test}" for line in other.lines]
+        classes = sorted(set(map(str, samples.labels)))
+        check_known(other.labels, places, classes, str(data), "correct it, or leave the row out")
         tested = (other.texts, other.labels)
     given: dict[str, Any] = {"max_epochs": epochs} | ({} if lr is None else {"lr": lr})
     with told():

@@ -9,7 +9,10 @@ from vecroute.cli.common import app, told
 from vecroute.cli.threads import limit_threads
 
 
-@app.command(epilog="Example: vecroute demo --out demo/")
+@app.command(
+    short_help="Fit film reviews or drawn images, and explain a few.",
+    epilog="Example: vecroute demo --out demo/",
+)
 def demo(
     out: Annotated[
         Path | None,

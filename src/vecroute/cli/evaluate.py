@@ -31,7 +31,10 @@ from vecroute.cli.common import (
 )
 
 
-@app.command(epilog="Example: vecroute evaluate model/ test.csv --html report.html")
+@app.command(
+    short_help="Measure a classifier, and write a report.",
+    epilog="Example: vecroute evaluate model/ test.csv --html report.html",
+)
 def evaluate(
     model: Model,
     data: Annotated[Path, typer.Argument(help="Table of texts and labels, or folder of images by class.")],
@@ -63,7 +66,8 @@ def evaluate(
     columns = (column(classifier, text, "text"), column(classifier, label, "label"))
     texts, labels, places, n_skipped = read_labelled(data, *columns, strict, delimiter)
     if not allow_unknown:
-        check_known(labels, places, classifier.classes_)
+        advice = "correct it, name another --label, or count it as wrong by --allow-unknown"
+        check_known(labels, places, classifier.classes_, "the model", advice)
     with told():
         probabilities = classify(classifier, texts)
     result = measure(labels, classifier.classes_, probabilities) | {"skipped": n_skipped}
@@ -95,8 +99,10 @@ def read_labelled(
     return samples.texts, samples.labels, places, samples.n_rows - len(samples.texts)
 
 
-def check_known(labels: Sequence[Any], places: Sequence[str], classes: Sequence[Any]) -> None:
-    """Raise an error for a label that is not a class; name its place and the nearest class."""
+def check_known(
+    labels: Sequence[Any], places: Sequence[str], classes: Sequence[Any], knower: str, advice: str
+) -> None:
+    """Raise an error for a label that is not a class; name its place, the nearest class and what to do."""
     names = [str(name) for name in classes]
     known = set(names)
     unknown = [(str(label), k) for k, label in enumerate(labels) if str(label) not in known]
@@ -106,6 +112,6 @@ def check_known(labels: Sequence[Any], places: Sequence[str], classes: Sequence[
         nearest = folded[difflib.get_close_matches(label.casefold(), folded, 1, 0.0)[0]]
         more = f" ({len(unknown) - 1:,} more labels are unknown)" if len(unknown) > 1 else ""
         raise ValueError(
-            f"{places[k]} has the label {label!r}, which the model does not know; the nearest class is "
-            f"{nearest!r}{more}; correct it, name another --label, or count it as wrong by --allow-unknown"
+            f"{places[k]} has the label {label!r}, which {knower} does not know; the nearest class is "
+            f"{nearest!r}{more}; {advice}"
         )

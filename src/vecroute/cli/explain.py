@@ -2,6 +2,7 @@
 
 import enum
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +14,14 @@ from vecroute.cli.common import (
     Model,
     app,
     check_output,
-    checked,
     lines_of_input,
     load,
+    tell,
     wrote,
 )
+from vecroute.ops.checks import check_choice
+
+MAX_NAME = 255  # characters of a file name; longer ones are an error on some systems
 
 
 class Unit(enum.StrEnum):
@@ -35,7 +39,10 @@ class Of(enum.StrEnum):
     states = "states"
 
 
-@app.command(epilog='Example: vecroute explain model/ "a gorgeous, witty movie" --html why.html')
+@app.command(
+    short_help="Show what each word or image region added to a score.",
+    epilog='Example: vecroute explain model/ "a gorgeous, witty movie" --html why.html',
+)
 def explain(
     model: Model,
     text: Annotated[
@@ -62,14 +69,17 @@ def explain(
     """Show what each word of a text, or each region of an image, added to the score of a class."""
     check_output(html)
     classifier = load(model, encoder, device)
-    texts = checked(text or lines_of_input(), "TEXT", "the command line")
+    texts = given_texts(text)
+    if not hasattr(classifier.encoder_, "grid"):
+        note_files(texts, model)
+    if class_ is not None:
+        check_choice("--class", class_, tuple(map(str, classifier.classes_)))
     if html is not None and len(texts) > 1:
         raise ValueError(f"--html takes one text, got {len(texts)}")
     for one in texts:
         options = {"by_depth": True} if of == "words" and by == "depth" else {}
         why = classifier.explain(one, of=of.value, **options)
         why = why._replace(about=why.about | {"model": model.resolve().name})
-        why.index(class_)  # raises if there is no such class
         unit = by.value if by else "region" if "region" in why.units else "word"
         if html is not None:
             states = classifier.explain(one, of="states") if of == "words" else None
@@ -79,6 +89,29 @@ def explain(
             print(json.dumps(explained(why, unit), ensure_ascii=False))
         elif html is None:
             show_explanation(why, class_, unit, top)
+
+
+def given_texts(texts: list[str] | None) -> list[str]:
+    """Return the texts of the command line, or the lines of standard input.
+
+    Raises:
+        ValueError: there are none, or one is empty.
+    """
+    found = texts or lines_of_input()
+    if not found:
+        raise ValueError("there is no text: give one, or lines on standard input")
+    for number, one in enumerate(found, 1):
+        if not one.strip():
+            raise ValueError(f"text {number} is empty")
+    return found
+
+
+def note_files(texts: list[str], model: Path) -> None:
+    """Say that a text is not read from the file that has its name."""
+    for one in texts:
+        if len(one) <= MAX_NAME and Path(one).is_file():
+            command = f"vecroute explain {shlex.quote(str(model))} < {shlex.quote(one)}"
+            tell(f"{one} is explained as a text, not as a file; for its lines: {command}")
 
 
 def explained(why: Any, unit: str) -> dict[str, Any]:

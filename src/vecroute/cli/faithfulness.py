@@ -23,7 +23,10 @@ from vecroute.cli.common import (
 )
 
 
-@app.command(epilog="Example: vecroute faithfulness model/ test.csv --texts 200")
+@app.command(
+    short_help="Measure how faithful explanations are.",
+    epilog="Example: vecroute faithfulness model/ test.csv --texts 200",
+)
 def faithfulness(
     model: Model,
     data: Annotated[Path, typer.Argument(help="Table of texts.")],
@@ -48,6 +51,9 @@ def faithfulness(
     samples = read_texts(data, column(classifier, text, "text"), None, strict, delimiter)
     chosen = samples.texts[:texts]
     names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(";")]
+    if unknown := [name for name in names if name not in METHODS]:
+        known = "; ".join(METHODS)
+        raise ValueError(f"--methods must be some of these, with ; between: {known}; got {unknown[0]!r}")
     with progress_bar(sys.stderr.isatty(), "measuring", len(chosen)) as bar:
         done = [0]
 

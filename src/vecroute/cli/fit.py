@@ -12,8 +12,9 @@ from vecroute.io.cells import visible
 
 
 @app.command(
+    short_help="Fit a classifier to a table of texts or a folder of images.",
     epilog="Example: vecroute fit train.csv --text review --label stars --out model/, "
-    "or vecroute fit photos/ --encoder vit-cifar10 --out model/"
+    "or vecroute fit photos/ --encoder vit-cifar10 --out model/",
 )
 def fit(
     data: Annotated[

@@ -37,7 +37,10 @@ class Input(enum.StrEnum):
     jsonl = "jsonl"
 
 
-@app.command(epilog="Example: cat reviews.txt | vecroute predict model/ > predictions.jsonl")
+@app.command(
+    short_help="Classify a table, lines or images, row by row.",
+    epilog="Example: cat reviews.txt | vecroute predict model/ > predictions.jsonl",
+)
 def predict(
     model: Model,
     data: Annotated[
@@ -96,7 +99,8 @@ def predict(
                 writer.write(row, predicted(classifier, names, p), p, f"line {line} of {where}")
             sys.stdout.flush()
     if empty:
-        tell(f"{where}: {len(empty):,} rows have no text ({listed(empty)}): their label is empty")
+        rows_have, their = ("row has", "its") if len(empty) == 1 else ("rows have", "their")
+        tell(f"{where}: {len(empty):,} {rows_have} no text ({listed(empty)}): {their} label is empty")
 
 
 def read_rows(

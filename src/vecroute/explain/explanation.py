@@ -167,7 +167,9 @@ class Explanation:
         k = ranked[0] if other is None else self.index(other)
         weights = np.eye(len(self.output_names))[j] - np.eye(len(self.output_names))[k]  # [n_cls]
         of_two = probabilities_of(weights[None] @ self.scores, self.temperature, True)  # [1]
-        return self._of_outputs(weights[None], [f"{self.output_names[j]} - {self.output_names[k]}"], of_two)
+        pair = [self.output_names[j], self.output_names[k]]
+        margin = self._of_outputs(weights[None], [" - ".join(pair)], of_two)
+        return margin._replace(about=self.about | {"margin": pair})
 
     def aggregate(self, unit: str, *, skip_special_tokens: bool = False) -> "Explanation":
         """Sum contributions over the tokens of each word, sentence or chunk, or over all tokens of a depth.

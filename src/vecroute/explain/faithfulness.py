@@ -32,6 +32,16 @@ MEASURES = {
     "leave_one_out": True,
     "completeness_error": False,
 }
+LEGEND = {
+    "comprehensiveness": "fall of the probability when the tokens named first are deleted",
+    "sufficiency": "fall of the probability when these alone are left",
+    "deletion": "mean probability while tokens are deleted, those named first before the others",
+    "insertion": "mean probability while tokens are put in, those named first before the others",
+    "leave_one_out": "rank correlation with the fall of the score when a token alone is deleted",
+    "completeness_error": "how far the numbers are from adding up to the score",
+    "_masked": "the same, with tokens masked at the head instead of deleted from the text",
+    "seconds": "time of an explanation, the encoder included",
+}
 
 
 def measure(
@@ -277,7 +287,8 @@ def show(summary: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table("method", "mean", "95 % interval", "", box=None)
-    for measure in dict.fromkeys(row["measure"] for row in summary):
+    measures = dict.fromkeys(row["measure"] for row in summary)
+    for measure in sorted(measures, key=lambda name: name == "seconds"):  # the cost comes last
         rows = [row for row in summary if row["measure"] == measure]
         more = MEASURES.get(measure.removesuffix("_masked"), False)  # seconds: less is better
         best = (max if more else min)(row["mean"] for row in rows)
@@ -290,4 +301,6 @@ def show(summary: Sequence[dict[str, Any]]) -> None:
     console = Console()
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     console.print(table)
-    console.print("Measures whose name ends in _masked leave the hidden states as they are.", highlight=False)
+    for name, told in LEGEND.items():
+        if any(measure == name or measure.endswith(name) for measure in measures):
+            console.print(f"{name}: {told}.", style="dim", highlight=False)

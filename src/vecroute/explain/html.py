@@ -20,6 +20,7 @@ from vecroute.explain.told import (
     asked,
     chance,
     decided,
+    margin_of,
     meaning,
     predicted,
 )
@@ -120,6 +121,8 @@ def header(explanation: "Explanation", unit: str) -> dict[str, Any]:
 
 def asked_first(explanation: "Explanation") -> list[Question]:
     """Return the questions to answer: first what decided, then the classes with the highest scores."""
+    if margin_of(explanation) is not None:
+        return [decided(explanation)]
     best = np.argsort(-explanation.scores, kind="stable")[:N_OUTPUTS]
     questions = [decided(explanation), *(Question(explanation.output_names[j]) for j in best)]
     return list(dict.fromkeys(questions))

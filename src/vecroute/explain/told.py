@@ -42,12 +42,24 @@ class Question(NamedTuple):
 
 def decided(explanation: "Explanation") -> Question:
     """Return the first question: why the highest score, rather than the next one unless multi_label=True."""
+    if (margin := margin_of(explanation)) is not None:
+        return margin
     first, *others = (explanation.output_names[j] for j in np.argsort(-explanation.scores, kind="stable"))
     return Question(first, others[0] if others and not explanation.multi_label else None)
 
 
+def margin_of(explanation: "Explanation") -> Question | None:
+    """Return the question that a margin answers, None for any other explanation."""
+    pair = explanation.about.get("margin")
+    if len(explanation.output_names) > 1 or not isinstance(pair, list) or len(pair) != 2:
+        return None
+    return Question(str(pair[0]), str(pair[1]))
+
+
 def asked(explanation: Any, question: Question) -> Any:
     """Return the explanation of one output that answers the question."""
+    if question == margin_of(explanation):
+        return explanation
     if question.against is None:
         return explanation[question.output]
     return explanation.margin(question.output, question.against)
@@ -66,8 +78,9 @@ def percent(share: float) -> str:
 
 def chance(explanation: "Explanation", question: Question) -> dict[str, str]:
     """Return the probability that belongs to a score, and its formula; empty if it is unknown."""
-    alone = explanation.probabilities[explanation.index(question.output)]
     found = asked(explanation, question).probabilities[0]
+    is_margin = question == margin_of(explanation)
+    alone = found if is_margin else explanation.probabilities[explanation.index(question.output)]
     if not math.isfinite(alone):
         return {}
     T = f"{explanation.temperature:.3g}"
@@ -85,6 +98,9 @@ def chance(explanation: "Explanation", question: Question) -> dict[str, str]:
 def predicted(explanation: "Explanation") -> str:
     """Say what the classifier predicted, as far as the explanation knows."""
     shares = explanation.probabilities.astype(np.float64)  # [n_cls]
+    if (margin := margin_of(explanation)) is not None:
+        first, second = named(margin.output), named(margin.against or "")
+        return f"Explained: {first} rather than {second}, {percent(shares[0])}"
     names = [named(name) for name in explanation.output_names]
     best = int(explanation.scores.argmax())
     if not np.isfinite(shares).all():

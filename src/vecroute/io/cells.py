@@ -24,6 +24,11 @@ def is_blank(value: Any) -> bool:
     return not value.strip() if isinstance(value, str) else is_missing(value)
 
 
+def shortened(text: str, most: int = 40) -> str:
+    """Return the text, or its first characters and three dots."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def inert(cell: Any) -> Any:
     """Put an apostrophe before a cell that a spreadsheet would read as a formula."""
     if isinstance(cell, str) and cell.startswith(FORMULA) and not NUMBER.fullmatch(cell):

@@ -5,12 +5,15 @@ import gzip
 import io
 import itertools
 import json
+import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+
+from vecroute.io.cells import shortened
 
 FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt")
 DELIMITERS = (",", ";", "\t", "|")  # tried in this order
@@ -19,6 +22,10 @@ MAX_COLUMNS = 10_000
 MAX_KEYS = 100_000  # in a JSON line, nested keys included
 MAX_CELL = 2**31 - 1  # characters
 LINE = "text"  # name of the only column of a .txt file
+MARKS_OF_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # first bytes of what Excel calls Unicode text
+SEPARATOR = re.compile(r'"?sep=([^"\r\n])"?\r?\n?')  # first line that tells Excel the delimiter
+N_NAMED = 20  # columns in a message
+CONTEXT = 20  # bytes shown before one that cannot be read
 
 
 class Piece(NamedTuple):
@@ -67,8 +74,7 @@ def pieces_of(
             found.update(*piece.rows)
             for column in columns:
                 if column not in found:
-                    known = ", ".join(repr(there) for there in piece.rows[0])
-                    raise ValueError(f"{name} has no column {column!r}, it has {known}")
+                    raise ValueError(f"{name} has no column {column!r}, it has {named(piece.rows[0])}")
             yield piece
     if not found and kind != "txt":  # an empty .txt file is valid: it has no texts
         raise ValueError(f"{name} is empty: it has no rows")
@@ -82,8 +88,7 @@ def next_rows(
         with long_cells():
             return list(itertools.islice(numbered, rows))
     except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise ValueError(f"{name} is not UTF-8 text: it has the byte 0x{byte:02x}") from error
+        raise ValueError(f"{name} {not_decoded(error)}") from error
     except Refused as error:
         raise ValueError(f"{name} {error}") from error
     except Exception as error:  # each format raises errors of its own
@@ -111,17 +116,42 @@ def numbered_rows(
     """Yield the line where each row begins, and the row."""
     if kind == "parquet":
         yield from parquet_rows(file)
-    elif kind == "jsonl":
-        yield from json_rows(file)
-    elif kind == "txt":
-        for number, line in enumerate(file, 1):
-            yield number, {LINE: line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")}
-    else:
-        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-        try:
+        return
+    ends = "\n" if kind in ("jsonl", "txt") else ""  # the reader of CSV finds the ends of lines itself
+    text = io.TextIOWrapper(file, "utf-16" if is_utf_16(file) else "utf-8-sig", newline=ends)
+    try:
+        if kind == "jsonl":
+            yield from json_rows(text)
+        elif kind == "txt":
+            yield from ((number, {LINE: line.rstrip("\r\n")}) for number, line in enumerate(text, 1))
+        else:
             yield from csv_rows(text, kind, columns, delimiter)
-        finally:
-            text.detach()  # leaves standard input open, which the caller owns
+    finally:
+        text.detach()  # leaves standard input open, which the caller owns
+
+
+def is_utf_16(file: Any) -> bool:
+    """Return whether a file begins with the mark of UTF-16. The position in the file stays."""
+    if hasattr(file, "peek"):
+        return file.peek(2)[:2] in MARKS_OF_UTF_16
+    first = file.read(2)
+    file.seek(0)
+    return first in MARKS_OF_UTF_16
+
+
+def not_decoded(error: UnicodeDecodeError) -> str:
+    """Say which byte cannot be read, what stands before it, and what to do."""
+    before = error.object[max(0, error.start - CONTEXT) : error.start].decode(error.encoding, "ignore")
+    byte = f"byte 0x{error.object[error.start]:02x}" + (f" after {before!r}" if before else "")
+    encoding = error.encoding[:6].upper()
+    return f"is not {encoding} text: it has the {byte}; save it as UTF-8 (in Excel: CSV UTF-8)"
+
+
+def named(columns: Iterable[str]) -> str:
+    """Return the first names of columns, shortened, and how many more there are."""
+    names = list(map(shortened, columns))
+    more = f" and {len(names) - N_NAMED:,} more" if len(names) > N_NAMED else ""
+    return ", ".join(map(repr, names[:N_NAMED])) + more
 
 
 def parquet_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -133,11 +163,11 @@ def parquet_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
         yield from zip(number, batch.to_pylist(), strict=False)
 
 
-def json_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(file, 1):
+def json_rows(text: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text, 1):
         if not line.strip():
             continue  # files often end with an empty line; an empty row would be {}
-        n_keys = line.count(b'":') - line.count(b'\\":')  # count before parsing, which is slow
+        n_keys = line.count('":') - line.count('\\":')  # count before parsing, which is slow
         if n_keys > MAX_KEYS:
             raise Refused(f"has too many columns: line {number} has {n_keys:,} keys, nested ones too")
         try:
@@ -157,16 +187,18 @@ def csv_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows with the names of the first line as keys. A short row is filled up with empty cells."""
     lines = iter(text)
-    first = next(lines, "")
+    first, begin = next(lines, ""), 1
+    if told := SEPARATOR.fullmatch(first):
+        first, begin, delimiter = next(lines, ""), 2, delimiter or told[1]
     if not first.strip():
         raise Refused("is empty" if not first else "has no names of columns: its first line is empty")
     n_delimiters = max(first.count(one) for one in (delimiter or DELIMITERS))
-    check_width(n_delimiters + 1, "line 1")  # count before parsing, which is slow
+    check_width(n_delimiters + 1, f"line {begin}")  # count before parsing, which is slow
     if delimiter is None:
         delimiter = "\t" if kind == "tsv" else find_delimiter(first, columns)
     reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     names: list[str] | None = None
-    begin = 1
+    n_before = begin - 1  # lines above those that the reader counts
     while True:
         try:
             cells = next(reader, None)
@@ -185,7 +217,7 @@ def csv_rows(
         else:
             cells += [""] * (len(names) - len(cells))
             yield begin, dict(zip(names, cells, strict=True))
-        begin = reader.line_num + 1
+        begin = n_before + reader.line_num + 1
 
 
 def find_delimiter(first: str, columns: Sequence[str]) -> str:
