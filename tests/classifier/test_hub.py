@@ -81,6 +81,24 @@ def test_what_is_pushed_can_be_loaded_by_its_name(classifier, hub, caplog):
     assert again.about_ == {"data": "films.csv"}
 
 
+def test_no_path_of_this_machine_is_uploaded_unless_it_was_given(classifier, hub, monkeypatch, tmp_path):
+    folder = Path(classifier.encoder_.name)
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(classifier.encoder_, "name", folder.name)
+    classifier.push_to_hub("someone/relative")
+    config = (hub.folder / "someone/relative/main/config.json").read_text()
+    assert str(folder.parent) not in config
+
+
+def test_an_upload_that_fails_is_told_in_one_line(classifier, hub, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("401: no login\nRequest ID: 1")
+
+    monkeypatch.setattr(hub, "create_repo", refuse)
+    with pytest.raises(OSError, match="^someone/films could not be uploaded to the hub: 401: no login$"):
+        classifier.push_to_hub("someone/films")
+
+
 def test_names_and_folders_that_are_not_there(classifier, hub, tmp_path):
     with pytest.raises(
         ValueError, match=r"^someone/none is no folder that is there, .* the hub: 404: no someone/none$"

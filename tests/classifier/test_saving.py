@@ -16,6 +16,7 @@ from tests.helpers.texts import LABELS, TEXTS
 from tests.helpers.tiny_models import save_tiny
 from tests.helpers.tiny_vision import save_tiny_vision
 from vecroute import storage
+from vecroute.classifier import saving
 from vecroute.encoders import TextEncoder, VisionEncoder, identity
 
 
@@ -254,6 +255,20 @@ def test_an_encoder_inside_the_folder_moves_with_it(tiny, tmp_path):
     last = vr.RoutingClassifier.from_pretrained(tmp_path / "moved")
     assert (last.predict_proba(["good"]) == expected).all()
     assert names(tmp_path) == ["moved"]
+
+
+def test_an_encoder_is_found_from_any_folder(tiny, tmp_path, monkeypatch):
+    shutil.copytree(tiny, tmp_path / "encoder")
+    monkeypatch.chdir(tmp_path)
+    vr.RoutingClassifier("encoder", max_epochs=1, cache=False).fit(TEXTS, LABELS).save_pretrained("model")
+    assert json.loads(Path("model/config.json").read_text())["encoder"]["name"] == str(tmp_path / "encoder")
+    assert str(tmp_path) not in Path("model/README.md").read_text()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert vr.RoutingClassifier.from_pretrained("../model").predict(["good"]).size == 1
+    # The names of the encoders of packages stay names.
+    (tmp_path / "elsewhere/minilm").mkdir()
+    assert saving.from_anywhere("minilm") == "minilm"
 
 
 def test_an_encoder_that_is_gone_is_named_at_once(tiny, tmp_path):

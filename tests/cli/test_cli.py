@@ -333,7 +333,7 @@ GOOD = "review,stars\n" + "a good film,pos\na dull film,neg\n" * 10
         (put("a.jsonl", b'{"review": "caf\xe9", "stars": "pos"}\n'), "not UTF-8 text: it has the byte 0xe9"),
         (put("a.csv", GOOD.replace("neg", "pos")), "two classes or more, all have the label pos"),
         (put("a.csv", GOOD + "a film,mixed\n"), "two examples or more of each class, got one of: mixed"),
-        (put("a.csv", GOOD + "a,b,c\n"), "line 22 has 3 cells, the first line has 2"),
+        (put("a.csv", GOOD + "a,b,c\n"), "line 22 has 3 cells, the header has 2"),
         (put("a.csv", GOOD + '"a" b,c\n'), "line 22: ',' expected after '\"'; a quote inside"),
         (put("a.csv", GOOD + '"a,\nb,c\n'), "the row of line 22 has a quote that is not closed"),
         (put("a.csv", "\nreview,stars\n"), "a.csv has no names of columns: its first line is empty"),
@@ -431,12 +431,15 @@ def test_another_encoder(run, fitted, data, tmp_path):
     ("arguments", "stdin", "message"),
     [
         (["predict", "--from", "csv"], b"review\na film\n\xe9\n", "it has the byte 0xe9"),
-        (["predict"], b"\xff\xfe\n", "standard input is not UTF-8 text: it has the byte 0xff"),
+        (["predict"], b"caf\xe9", "is not UTF-8 text: it has the byte 0xe9 after 'caf'; save it as UTF-8"),
+        (["predict"], b"\xff\xfea\x00\n", "standard input is not UTF-16 text: it has the byte 0x0a"),
+        (["predict", "--from", "json"], b"", "Invalid value for '--from': 'json' is not one of"),
         (["predict", "--strict"], b"good\n\n", "standard input: line 2 has no text"),
         (["predict", "--from", "csv"], b"words\na film\n", "no column 'review', it has 'words'"),
-        (["explain"], b"", "got none"),
+        (["explain"], b"", "there is no text: give one, or lines on standard input"),
+        (["explain", "good", " "], b"", "text 2 is empty"),
         (["explain", "good", "bad", "--html", "why.html"], b"", "--html takes one text, got 2"),
-        (["explain", "good", "--class", "nonsense"], b"", "nonsense"),
+        (["explain", "good", "--class", "x"], b"", "--class must be one of 'neg', 'pos', got 'x'"),
     ],
 )  # fmt: skip
 def test_texts_that_cannot_be_classified(run, fitted, arguments, stdin, message):

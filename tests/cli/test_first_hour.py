@@ -136,7 +136,7 @@ def test_1_and_2_predict_keeps_rows_and_columns(run, home):
     assert found[given.columns.tolist()].equals(given)
     assert found.columns.tolist()[3:] == ["label", "neg", "pos"]
     assert [k for k, label in enumerate(found["label"]) if not label] == [18]
-    assert done.err == "vecroute: test.csv: 1 rows have no text (line 20): their label is empty\n"
+    assert done.err == "vecroute: test.csv: 1 row has no text (line 20): its label is empty\n"
     assert failed(run("predict", "model", "test.csv", "--strict"), "test.csv: line 20 has no text")
     rows = [json.loads(line) for line in run("predict", "model", "notes.txt").out.splitlines()]
     assert [row["text"] for row in rows] == ["a good film", "", "a dull film"]
@@ -201,6 +201,54 @@ def test_5_an_encoder_inside_the_model_moves_with_it(home):
     shutil.move(inside, home / "elsewhere")
     found = vr.RoutingClassifier.from_pretrained(home / "elsewhere").predict_proba(TEXTS[:2])
     np.testing.assert_allclose(found, before, atol=1e-6)
+
+
+def test_5_tables_of_spreadsheets_are_read_as_they_are(run, home):
+    rows = (home / "train.csv").read_text()
+    expected = "tables: 2 classes from 120 texts\n"
+    (home / "utf-16.csv").write_bytes(rows.replace(";", "\t").encode("utf-16"))  # "Unicode text" of Excel
+    (home / "sep.csv").write_text("sep=|\n" + rows.replace(";", "|"))
+    (home / "ends.csv").write_bytes(b"\xef\xbb\xbf" + rows.replace("\n", "\r\n").encode())
+    for table, first in (("utf-16.csv", 52), ("sep.csv", 53), ("ends.csv", 52)):
+        done = run("fit", table, *FIT[2:8], "--epochs", 1, "--out", "tables", "--force")
+        assert (done.code, done.out) == (0, expected), done.err
+        assert f"lines {first}, {first + 71}" in done.err
+    (home / "latin.csv").write_bytes((rows + "7;caf\u00e9;pos\n").encode("latin-1"))
+    latin = run("fit", "latin.csv", *FIT[2:8], "--out", "new")
+    assert failed(latin, "latin.csv is not UTF-8 text: it has the byte 0xe9 after ")
+    assert "caf'; save it as UTF-8 (in Excel: CSV UTF-8)" in latin.err
+
+
+def test_5_a_model_works_from_another_folder(run, home, monkeypatch):
+    (home / "sub").mkdir()
+    monkeypatch.chdir(home / "sub")
+    assert json.loads(run("predict", "../model", stdin=b"a good film").out)["label"] == "pos"
+
+
+def test_explain_says_what_it_takes(run, home):
+    assert failed(
+        run("explain", "model", stdin=b""), "there is no text: give one, or lines on standard input"
+    )
+    done = run("explain", "model", "notes.txt")
+    assert done.code == 0
+    told = (
+        "notes.txt is explained as a text, not as a file; for its lines: vecroute explain model < notes.txt"
+    )
+    assert done.err == f"vecroute: {told}\n"
+
+
+def test_3_compare_refuses_typos_too(run):
+    done = run("compare", "train.csv", *FIT[2:8], "--heads", "mean_all", "--test", "typo.csv")
+    assert "line 4 of typo.csv has the label 'poss', which train.csv does not know" in done.err
+    assert done.code == 2
+
+
+def test_help_says_what_every_command_is_for(run):
+    lines = run("--help").out.splitlines()
+    commands = lines[lines.index("Commands:") + 1 :]
+    names = ["demo", "fit", "predict", "evaluate", "explain", "serve", "compare", "faithfulness"]
+    assert [line.split()[0] for line in commands] == names
+    assert all(line.endswith(".") and not line.endswith("...") for line in commands)
 
 
 def test_8_tables_of_measures_fit_and_name_the_best(run):

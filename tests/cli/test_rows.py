@@ -160,7 +160,13 @@ def test_labels_that_the_model_does_not_know(run, fitted, tmp_path):
     assert allowed["n"] == 3
     assert allowed["accuracy"] <= 1 / 3
     with pytest.raises(ValueError, match=r"the label 'postive', .* the nearest class is 'positive'"):
-        check_known(["negative", "postive"], ["line 2", "line 3"], ["negative", "positive", "mixed"])
+        check_known(
+            ["negative", "postive"],
+            ["line 2", "line 3"],
+            ["negative", "positive", "mixed"],
+            "it",
+            "correct it",
+        )
 
 
 @pytest.mark.parametrize("missing", [float("nan"), None, pd.NA, pd.NaT])
@@ -295,7 +301,9 @@ def test_tables_fit_100_columns_and_name_the_best(capsys, monkeypatch):
     show_measured(summary)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    assert len(lines) == 2 + len(measures) + len(summary)  # nothing is broken into two lines
+    legend = ["comprehensiveness", "completeness_error", "_masked", "seconds"]
+    assert [line.split(":")[0] for line in lines[-4:]] == legend
+    assert len(lines) == 1 + len(measures) + len(summary) + len(legend)  # nothing is broken into two lines
     best = [line for line in lines if line.rstrip().endswith("best")]
     assert len(best) == 3
     assert "random" in best[0]  # the last method has most

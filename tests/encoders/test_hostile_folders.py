@@ -241,7 +241,7 @@ def test_a_path_is_no_name_on_the_hub(name, monkeypatch):
 
 def test_a_file_is_no_encoder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="could not be loaded: this folder is a file"):
+    with pytest.raises(ValueError, match="could not be loaded: it is a file, not a folder"):
         TextEncoder(str(tmp_path / "file"))
 
 

@@ -15,7 +15,7 @@ from tests.helpers.explanations import HOSTILE, explain
 from tests.helpers.pages import Parser, numbers_of
 from vecroute.explain.html import fragment, page
 from vecroute.explain.shown import Shown, caption, pieces, shown, visible
-from vecroute.explain.told import MEANING, Question, predicted
+from vecroute.explain.told import MEANING, Question, asked, chance, decided, predicted
 
 TEXT = "A gorgeous, witty movie. Mr. Smith doesn't convince (3.5 of 10)! Unconvincingly so."
 
@@ -345,6 +345,20 @@ class TestHtml:
         # Labels that do not exclude one another are not subtracted.
         titles = [h2.text.partition("?")[0] for h2 in Parser(page(several)).root.all("h2")]
         assert titles == ["Why good", "Why bad"]
+
+    def test_a_margin_is_told_as_one(self):
+        explanation = explain(TEXT, scores=[-1, 2], temperature=2.0)
+        margin = explanation.margin()
+        told = chance(margin, decided(margin))
+        assert told == chance(explanation, decided(explanation))
+        assert told["formula"] == "1 / (1 + e^(-score / T))"
+        assert predicted(margin) == "Explained: good rather than bad, 81.8\N{NO-BREAK SPACE}%"
+        titles = [h2.text.partition(" Score")[0] for h2 in Parser(page(margin)).root.all("h2")]
+        assert titles == ["Why good rather than bad?"]
+        assert asked(margin.aggregate("word"), decided(margin)).scores == margin.scores
+        # What a file says of it is not trusted.
+        for about in ({"margin": "ab"}, {"margin": ["a"]}, {"margin": ["good", "bad"]}):
+            assert decided(explanation._replace(about=about)) == Question("good", "bad")
 
     def test_names_that_run_from_right_to_left(self):
         assert Question("good", "טוב").title == "Why good rather than \u2068טוב\u2069?"

@@ -27,6 +27,32 @@ def rows_of(path, *columns, **options):
     return [row for piece in pieces for row in piece.rows], [line for piece in pieces for line in piece.lines]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "txt", "csv.gz"])
+def test_tables_of_excel_are_read_in_their_encoding(tmp_path, encoding, ending):
+    text = "caf\u00e9 \u2014 \u201cfine\u201d \U0001f600"
+    content = {"jsonl": json.dumps({"text": text}, ensure_ascii=False), "txt": text}.get(ending[:5])
+    content = f"{content or f'text{chr(10)}{text}'}\r\n"
+    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""  # the codec writes none
+    path = write(tmp_path / f"a.{ending}", mark + content.encode(encoding))
+    found, _ = rows_of(path, "text")
+    assert [row["text"] for row in found] == [text]
+
+
+def test_a_first_line_may_tell_the_delimiter(tmp_path):
+    path = write(tmp_path / "a.csv", "sep=;\r\ntext;label\r\none, two;a\r\n;;\r\n")
+    with pytest.raises(ValueError, match="line 4 has 3 cells, the header has 2"):
+        rows_of(path, "text")
+    path = write(tmp_path / "a.csv", "sep=;\r\ntext;label\r\none, two;a\r\n")
+    assert rows_of(path, "text") == ([{"text": "one, two", "label": "a"}], [3])
+
+
+def test_long_headers_are_shortened_in_messages(tmp_path):
+    path = write(tmp_path / "a.csv", ",".join(["a" * 100, *map(str, range(30))]) + "\n1\n")
+    with pytest.raises(ValueError, match=f"it has '{'a' * 40}...', '0', .*'18' and 11 more$"):
+        rows_of(path, "text")
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("rows", [1, 2, 512])
 def test_every_row_of_a_csv_file_comes_with_the_line_it_begins_on(tmp_path, end, rows):

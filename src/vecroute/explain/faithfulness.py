@@ -302,5 +302,5 @@ def show(summary: Sequence[dict[str, Any]]) -> None:
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     console.print(table)
     for name, told in LEGEND.items():
-        if any(measure == name or measure.endswith(name) for measure in measures):
+        if any(name in measure for measure in measures):
             console.print(f"{name}: {told}.", style="dim", highlight=False)

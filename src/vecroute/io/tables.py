@@ -211,7 +211,7 @@ def csv_rows(
             names = distinct(cells)
         elif len(cells) > len(names):
             raise Refused(
-                f"could not be read: line {begin} has {len(cells)} cells, the first line has {len(names)}; "
+                f"could not be read: line {begin} has {len(cells)} cells, the header has {len(names)}; "
                 "a cell with a delimiter in it must stand in quotes"
             )
         else:
