@@ -95,7 +95,7 @@ def test_an_upload_that_fails_is_told_in_one_line(classifier, hub, monkeypatch):
         raise RuntimeError("401: no login\nRequest ID: 1")
 
     monkeypatch.setattr(hub, "create_repo", refuse)
-    with pytest.raises(OSError, match="^someone/films could not be uploaded to the hub: 401: no login$"):
+    with pytest.raises(OSError, match=r"^someone/films could not be uploaded to the hub: 401: no login$"):
         classifier.push_to_hub("someone/films")
 
 

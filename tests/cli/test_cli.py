@@ -431,7 +431,7 @@ def test_another_encoder(run, fitted, data, tmp_path):
     ("arguments", "stdin", "message"),
     [
         (["predict", "--from", "csv"], b"review\na film\n\xe9\n", "it has the byte 0xe9"),
-        (["predict"], b"caf\xe9", "is not UTF-8 text: it has the byte 0xe9 after 'caf'; save it as UTF-8"),
+        (["predict"], b"caf\xe9s\n", "is not UTF-8 text: it has the byte 0xe9 after 'caf'; save it as UTF-8"),
         (["predict"], b"\xff\xfea\x00\n", "standard input is not UTF-16 text: it has the byte 0x0a"),
         (["predict", "--from", "json"], b"", "Invalid value for '--from': 'json' is not one of"),
         (["predict", "--strict"], b"good\n\n", "standard input: line 2 has no text"),

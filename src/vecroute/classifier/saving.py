@@ -48,7 +48,7 @@ def save_classifier(
 
     Args:
         classifier, folder, overwrite, about: see ``RoutingClassifier.save_pretrained``.
-        elsewhere: True if the folder goes to another machine. An encoder's path on this one is not stored then.
+        elsewhere: True if the folder goes to another machine. The path of the encoder is then left as given.
     """
     folder = Path(os.path.abspath(folder))
     inside = place_inside(classifier.encoder_.name, folder)
