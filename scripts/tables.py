@@ -1,7 +1,8 @@
 """Write the tables of the documents from the rows of benchmarks: ``python scripts/tables.py [--check]``.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; NAME is one of ``TABLES``. With
---check nothing is written, and the exit code is 1 if a table differs from its rows.
+A table is between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; NAME is one of ``TABLES``. With
+--check nothing is written, and the exit code is 1 if a table differs from its rows. A table of figures that
+has no rows comes after ``<!-- by hand: REASON -->``.
 """
 
 import csv
@@ -20,13 +21,13 @@ Row = dict[str, str]
 
 
 def rows(name: str, **wanted: str) -> list[Row]:
-    """The rows of a file in which every named column has the wanted value."""
+    """Return the rows of a file in which every named column has the wanted value."""
     with (RESULTS / f"{name}.csv").open(newline="") as file:
         return [row for row in csv.DictReader(file) if wanted.items() <= row.items()]
 
 
 def row(name: str, **wanted: str) -> Row:
-    """The last such row, which is the newest; several measurements of one thing stay in a file."""
+    """Return the last such row, which is the newest. A file keeps all measurements of a case."""
     found = rows(name, **wanted)
     if not found:
         raise ValueError(f"{name}.csv has no row with {wanted}")
@@ -34,19 +35,19 @@ def row(name: str, **wanted: str) -> Row:
 
 
 def table(head: str, lines: Iterable[Iterable[str]]) -> str:
-    """A table of Markdown; head has the names of the columns with | between them."""
+    """Write a Markdown table. ``head`` has the names of the columns, separated by |."""
     names = [name.strip() for name in head.split("|")]
     return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *lines]) + "\n"
 
 
 def short(value: str | float, digits: int = 3) -> str:
-    """A number with three digits, or all those before the point."""
+    """Write a number with three digits, or with all digits before the point."""
     number = float(value)
     return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:#.{digits}g}"
 
 
 def size(case: Row) -> str:
-    """The sizes of a routing: batch x n_inp x d_inp -> n_out x d_out."""
+    """Write the sizes of a routing: batch x n_inp x d_inp -> n_out x d_out."""
     batch = f"{case['batch']} x " if int(case["batch"]) else ""
     return f"{batch}{int(case['n_inp']):,} x {case['d_inp']} -> {case['n_out']} x {case['d_out']}"
 
@@ -181,6 +182,23 @@ def out_of_core(device: str) -> str:
         lines.append((*cells, f"{r['parts_gb']} GB", *seconds[1:], *shares))
     head = "| data | in one call | peak memory | parts of | reading | copying | arithmetic | in memory"
     return table(f"{head} | streaming | `share` | `share_in_memory`", lines)
+
+
+def classifier() -> str:
+    """Epochs and predictions of the demo's classifier on 2048 sentences."""
+    names = {
+        "epoch of 2048 sentences: from the cache": "an epoch from the cache",
+        "epoch of 2048 sentences: with the encoder": "an epoch with the encoder",
+        "2048 sentences: predict_proba": "`predict_proba`",
+        "2048 sentences: encoder alone": "the encoder alone",
+        "2048 sentences: predict_proba / encoder alone": "`predict_proba` / encoder alone",
+    }
+    lines = []
+    for what, name in names.items():
+        found = [row("classifier", what=what, device=device) for device in ("2 threads of AMD EPYC", GPU)]
+        units = {"s": " s", "texts/s": " sentences/s", "x": "x"}
+        lines.append((name, *(f"{short(r['value'])}{units[r['unit']]}" for r in found)))
+    return table("| two idle CPU cores | one H200, half precision", lines)
 
 
 # Accuracy
@@ -350,10 +368,81 @@ def shap() -> str:
     return table("method | task | texts | comprehensiveness | sufficiency | seconds", lines)
 
 
+def agreement() -> str:
+    """How explanations of several seeds agree, and with those of random weights."""
+    lines = []
+    for found in sorted(rows("faithfulness_checks"), key=lambda r: -float(r["agreement_over_seeds"])):
+        cells = [f"{float(found[k]):.2f}" for k in ("agreement_over_seeds", "agreement_with_random_weights")]
+        lines.append((found["method"], *cells, f"{float(found['memory_mb']):.1f} MB"))
+    return table("method | between seeds | with random weights | memory of one explanation", lines)
+
+
+# Images
+
+IMAGE_HEADS = {
+    "probe, MLPs": "attentive probe with a gated MLP of 512 for each vector",
+    "routing, wide": "**routing, wide**",
+    "probe": "attentive probe",
+    "routing, plain MLPs": "routing, plain MLPs",
+    "linear, mean of all": "linear probe, mean patches of all layers",
+    "linear, mean of last": "linear probe, mean patch of the last layer",
+}
+
+
+def images_accuracy() -> str:
+    """Test accuracy on CIFAR-10, and by how much the wide routing head is ahead."""
+    lines = []
+    for head, name in IMAGE_HEADS.items():
+        found = row("accuracy_summary", task="cifar10", head=head)
+        seeds = rows("accuracy", task="cifar10", head=head)
+        top_5 = sum(100 * float(r["test_top5"]) for r in seeds) / len(seeds)
+        ahead = [f"{float(found[k]):+.2f}" for k in ("ahead", "low", "high")] if found["ahead"] else None
+        top_1 = f"{float(found['mean']):.2f} ± {float(found['spread']):.2f}"
+        difference = f"{ahead[0]} ({ahead[1]} to {ahead[2]})" if ahead else ""
+        lines.append((name, f"{int(seeds[-1]['parameters']):,}", top_1, difference, f"{top_5:.2f}"))
+    return table("head | parameters | top 1 | `wide` ahead by | top 5", lines)
+
+
+def images_maps() -> str:
+    """Deletion and insertion of patches by every method, and how far contributions are ahead."""
+    lines = []
+    for method in dict.fromkeys(found["method"] for found in rows("patches")):
+        cells = []
+        for measure in ("deletion", "insertion"):
+            ahead = row("patches", method=method, measure=f"{measure}_ahead")
+            told = [f"{float(ahead[k]):.3f}" for k in ("mean", "low", "high")]
+            difference = "" if method == "states" else f"{told[0]} ({told[1]} to {told[2]})"
+            cells += [f"{float(row('patches', method=method, measure=measure)['mean']):.3f}", difference]
+        for measure, digits in (("seconds", 3), ("seconds_in_batch", 4)):
+            found = rows("patches", method=method, measure=measure)
+            cells.append(f"{float(found[-1]['mean']):.{digits}f}" if found and found[-1]["mean"] else "")
+        lines.append((method, *cells))
+    head = "method | deletion | states ahead by | insertion | states ahead by"
+    return table(f"{head} | seconds, alone | in a batch of 100", lines)
+
+
+# The server
+
+
+def serve() -> str:
+    """Requests per second of 64 clients, one by one and in batches."""
+    lines = []
+    for texts, name in {"phrases": "six words", "sentences": "sentences of 21 words"}.items():
+        single, batched = (row("serve", texts=texts, max_batch=n, max_waiting="256") for n in ("1", "64"))
+        rates = [float(r["per_second"]) for r in (single, batched)]
+        p99 = [f"{float(r['p99_ms']) / 1000:.2f} s" for r in (single, batched)]
+        cells = (*(short(rate) for rate in rates), f"{rates[1] / rates[0]:.1f}x", *p99)
+        lines.append((name, *cells, f"{short(batched['peak_mb'])} MB"))
+    head = "texts | requests per second, one by one | in batches | faster"
+    return table(f"{head} | p99 latency, one by one | in batches | peak memory", lines)
+
+
 TABLES = {
     "accuracy": accuracy,
     "accuracy-short": accuracy_short,
+    "agreement": agreement,
     "attention": attention,
+    "classifier": classifier,
     "cpu": on_a_cpu,
     "eager": eager,
     "eager-kinds": eager_kinds,
@@ -362,20 +451,23 @@ TABLES = {
     "faithfulness-sst2": lambda: faithfulness("sst2"),
     "faithfulness-words": faithfulness_words,
     "heads": heads,
+    "images-accuracy": images_accuracy,
+    "images-maps": images_maps,
     "million": million,
     "out-of-core-cpu": lambda: out_of_core("cpu"),
     "out-of-core-gpu": lambda: out_of_core("gpu"),
+    "serve": serve,
     "shap": shap,
 }
 
 
 def filled(text: str) -> str:
-    """A document with its tables as the rows have them."""
+    """Return a document with its tables written from the rows."""
     return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
 
 
 def documents() -> list[Path]:
-    """The pages that have tables between markers."""
+    """Return the pages that have tables between markers."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     return sorted(page for page in pages if MARKED.search(page.read_text()))
 

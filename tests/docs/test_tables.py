@@ -1,5 +1,6 @@
 """The tables of the documents are what scripts/tables.py makes of the rows of benchmarks."""
 
+import re
 import sys
 
 import pytest
@@ -39,3 +40,31 @@ def test_a_table_that_was_edited_by_hand_shows(tmp_path, monkeypatch, capsys):
 def test_rows_that_are_missing_are_told():
     with pytest.raises(ValueError, match=r"heads.csv has no row with"):
         tables.row("heads", case="none")
+
+
+FIGURE = re.compile(r"\d\.\d|\d %|\d (?:ms|s|MB|GB)\b")
+
+
+def unmarked_tables(text: str) -> list[str]:
+    """Return the first lines of tables with three figures or more that no marker precedes."""
+    text = re.sub(r"^```.*?^```$", "", tables.MARKED.sub("", text), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"(<!-- by hand: .+ -->\n)?((?:^\|.*\n)+)", text, flags=re.MULTILINE)
+    return [
+        table.splitlines()[0]
+        for marker, table in found
+        if not marker and sum(bool(FIGURE.search(cell)) for cell in table.split("|")) > 2
+    ]
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")], ids=lambda page: page.name
+)
+def test_every_table_of_figures_is_written_from_rows_or_says_why_not(page):
+    assert unmarked_tables(page.read_text()) == []
+
+
+def test_a_table_without_a_marker_is_found():
+    table = "| size | time |\n|---|---|\n| 1 | 2.5 ms |\n| 2 | 3.5 ms |\n| 3 | 4.5 ms |\n"
+    assert unmarked_tables(f"text\n\n{table}") == ["| size | time |"]
+    assert unmarked_tables(f"text\n\n<!-- by hand: a profile -->\n{table}") == []
+    assert unmarked_tables(f"<!-- table: shap -->\n{table}<!-- end of table -->\n") == []
