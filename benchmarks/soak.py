@@ -6,10 +6,10 @@
 Each client sends a text whose probabilities are known and compares them. One request in 50 is hostile:
 no JSON, too deep, too long, a slow body, a lost connection, nonsense on the socket. It ends with exit code 1
 where an answer was wrong, the server came down, memory grew by more than 5 %, or the 99th percentile of the
-times was above ``--seconds``, the limit of the server.
+times was above ``--limit``, the limit of the server. Appends a row to results/soak.csv, with the memory of
+the server at ten moments, which shows whether it still grows at the end.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -21,11 +21,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import common
 import numpy as np
 from serve import exchange, fitted, resident_mb, server
 
 HOSTILE = 0.02
 GROWTH = 0.05
+N_LOOKS = 10  # at the memory of the server
 WARM_SECONDS = 30.0  # what grows once has grown by then: threads, their memory, explanations that are kept
 
 
@@ -93,6 +95,7 @@ class Soak:
         self.seconds: list[float] = []
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
+        self.memory: list[float] = []  # MB
 
     async def client(self, end: float) -> None:
         texts = list(self.known)
@@ -115,9 +118,15 @@ class Soak:
             if found is None or not np.allclose(found, self.known[text], atol=1e-4):
                 self.wrong.append(f"{status} {answer[:200]!r} to {text!r}")
 
-    async def run(self, clients: int, seconds: float) -> None:
+    async def look(self, pid: int, seconds: float) -> None:
+        """The memory of the server, now and then."""
+        for _ in range(N_LOOKS):
+            await asyncio.sleep(seconds / N_LOOKS)
+            self.memory.append(resident_mb(pid))
+
+    async def run(self, pid: int, clients: int, seconds: float) -> None:
         end = time.monotonic() + seconds
-        await asyncio.gather(*(self.client(end) for _ in range(clients)))
+        await asyncio.gather(self.look(pid, seconds), *(self.client(end) for _ in range(clients)))
 
 
 async def warm_up(port: int) -> None:
@@ -138,42 +147,45 @@ def known_answers(model: Path, n: int) -> dict[str, list[float]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=60.0, help="limit of the server for an answer")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that the server has for an answer")
     parser.add_argument("--model", type=Path, help="folder of a classifier of texts; else one is fitted")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or fitted(Path(folder))
         known = known_answers(model, 300)
-        with server(model, "--device", "cpu", "--seconds", str(options.seconds)) as (port, pid):
+        with server(model, "--device", "cpu", "--seconds", str(options.limit)) as (port, pid):
             warm = min(WARM_SECONDS, 30 * options.minutes)
             asyncio.run(warm_up(port))
-            asyncio.run(Soak(port, known, 0).run(options.clients, warm))
+            asyncio.run(Soak(port, known, 0).run(pid, options.clients, warm))
             before = resident_mb(pid)
             soak, start = Soak(port, known, 1), time.monotonic()
-            asyncio.run(soak.run(options.clients, 60 * options.minutes))
+            asyncio.run(soak.run(pid, options.clients, 60 * options.minutes))
             took, after = time.monotonic() - start, resident_mb(pid)
     p50, p99 = np.percentile(soak.seconds, [50, 99])
     growth = after / before - 1
-    report = {
+    row = {
         "clients": options.clients,
-        "seconds": round(took, 1),
-        "answered": dict(sorted(soak.counts.items())),
+        "seconds": took,
+        "answered": soak.counts["200"],
+        "hostile": soak.counts["hostile"],
         "wrong": len(soak.wrong),
-        "p50_seconds": round(float(p50), 3),
-        "p99_seconds": round(float(p99), 3),
-        "before_mb": round(before, 1),
-        "after_mb": round(after, 1),
-        "growth": round(growth, 4),
+        "p50_seconds": float(p50),
+        "p99_seconds": float(p99),
+        "limit_seconds": options.limit,
+        "before_mb": before,
+        "after_mb": after,
+        "growth_percent": 100 * growth,
+        "memory_mb": " ".join(f"{mb:.1f}" for mb in soak.memory),
+        **common.about("cpu"),
     }
-    print(json.dumps(report, indent=1))
+    common.append(options.results / "soak.csv", [row])
+    print(json.dumps({name: common.written(value) for name, value in row.items()}, indent=1))
     for problem in soak.wrong[:10]:
         print(problem)
-    return 1 if soak.wrong or growth > GROWTH or p99 > options.seconds else 0
+    return 1 if soak.wrong or growth > GROWTH or p99 > options.limit else 0
 
 
 if __name__ == "__main__":

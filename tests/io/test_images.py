@@ -129,7 +129,7 @@ def test_of_animations_the_first_frame_is_used_with_a_warning(tmp_path, rgb, cap
     options = {"lossless": True} if suffix == "webp" else {}
     path = saved(tmp_path / f"a.{suffix}", rgb, save_all=True, append_images=[second], **options)
     np.testing.assert_allclose(pixels(path), COLOURS, atol=2)
-    assert f"{path} has 2 frames: the first is used" in caplog.text
+    assert f"{path} has several frames: the first is used" in caplog.text
 
 
 def encoded(kind: str, n: int | None = None) -> bytes:
@@ -314,3 +314,99 @@ def test_two_classes_or_more_are_needed(photos):
         read_folder(photos)
     with pytest.raises(ValueError, match="is no folder of images"):
         read_folder(photos / "elsewhere")
+
+
+def chunk_of_png(kind: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def between(kind: str, place: int, parts: bytes) -> bytes:
+    """A small image with some bytes put into it."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, kind)
+    data = buffer.getvalue()
+    place = data.index(b",") if kind == "gif" else place  # the frame begins with it
+    return data[:place] + parts + data[place:]
+
+
+def tiff_of(n: int) -> bytes:
+    """A TIFF file of 64 bit with n entries in its directory."""
+    entries = [(256, 4, 1, 8), (257, 4, 1, 8), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1)]
+    entries += [(273, 4, 1, 8), (277, 3, 1, 1), (278, 4, 1, 8), (279, 4, 1, 64), *[(60000, 1, 1, 0)] * n]
+    listed = b"".join(struct.pack("<HHQQ", *entry) for entry in entries)
+    return b"II+\0" + struct.pack("<HHQQ", 8, 0, 16, len(entries)) + listed + bytes(8)
+
+
+N_PARTS = 20_000
+MANY_PARTS = {
+    "png-private-chunks": lambda: between("png", 33, chunk_of_png(b"prVt") * N_PARTS),
+    "png-texts": lambda: between("png", 33, chunk_of_png(b"tEXt", b"a\0b") * N_PARTS),
+    "png-empty-pixels": lambda: between("png", 33, chunk_of_png(b"IDAT") * N_PARTS),
+    "png-chunks-at-the-end": lambda: between("png", -12, chunk_of_png(b"tEXt", b"a\0b") * N_PARTS),
+    "gif-comments": lambda: between("gif", 0, b"\x21\xfe\x01a\x00" * N_PARTS),
+    "gif-one-long-comment": lambda: between("gif", 0, b"\x21\xfe" + b"\x01a" * N_PARTS + b"\0"),
+    "gif-padding": lambda: between("gif", 0, b"\0" * N_PARTS),
+    "jpeg-segments": lambda: between("jpeg", 2, b"\xff\xe5\x00\x02" * N_PARTS),
+    "jpeg-comments": lambda: between("jpeg", 2, b"\xff\xfe\x00\x02" * N_PARTS),
+    "jpeg-padding": lambda: between("jpeg", 2, b"\xff" * N_PARTS),
+    "ppm-comment": lambda: between("ppm", 3, b"#" + b"a" * N_PARTS + b"\n"),
+    "ppm-comments": lambda: between("ppm", 3, b"#\n" * N_PARTS),
+    "tiff-tags": lambda: tiff_of(N_PARTS),
+}
+
+
+@pytest.mark.parametrize("case", MANY_PARTS)
+def test_files_of_many_parts_are_refused(case):
+    with pytest.raises(ValueError, match="too many parts"):
+        Picture.of(MANY_PARTS[case]()).open()
+
+
+def test_photos_of_many_parts_are_read():
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (600, 800, 3), dtype=np.uint8))
+    buffer = io.BytesIO()
+    noise.save(buffer, "png")
+    data = buffer.getvalue()  # with the parts of 8 KB or more that Pillow writes, cut into parts of 1 KB
+    chunks, place = [], 8
+    while place < len(data):
+        size, kind = int.from_bytes(data[place : place + 4]), data[place + 4 : place + 8]
+        content = data[place + 8 : place + 8 + size]
+        cut = range(0, max(size, 1), 1024)
+        chunks += [chunk_of_png(kind, content[k : k + 1024] if kind == b"IDAT" else content) for k in cut]
+        place += 12 + size
+    assert len(chunks) > 1000
+    assert np.array_equal(np.asarray(Picture.of(data[:8] + b"".join(chunks)).open()), np.asarray(noise))
+
+
+def test_jpeg_files_of_many_scans_are_refused():
+    buffer = io.BytesIO()
+    Image.new("L", (4000, 4000)).save(buffer, "jpeg", progressive=True)
+    data = buffer.getvalue()
+    assert Picture.of(data).open().size == (4000, 4000)
+    last = data.rindex(b"\xff\xda")
+    bomb = data[:-2] + data[last:-2] * 60 + data[-2:]
+    with pytest.raises(ValueError, match=r"6\d scans of 4000 x 4000 pixels, too many"):
+        Picture.of(bomb).open()
+
+
+def test_formats_that_are_slow_to_decode_are_refused():
+    with pytest.raises(ValueError, match="decimal numbers"):
+        Picture.of(b"P3\n2 2\n255\n" + b"1 " * 12)
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(buffer, "JPEG2000")
+    with pytest.raises(ValueError, match="no image that can be read"):
+        Picture.of(buffer.getvalue())
+
+
+def test_frames_of_an_animation_are_not_counted(monkeypatch):
+    from PIL.GifImagePlugin import GifImageFile
+
+    buffer = io.BytesIO()
+    frames = [Image.new("RGB", (8, 8), (k, 0, 0)) for k in range(50)]
+    frames[0].save(buffer, "gif", save_all=True, append_images=frames[1:])
+    seen = []
+    seek = GifImageFile._seek
+    monkeypatch.setattr(
+        GifImageFile, "_seek", lambda self, k, *rest: (seen.append(k), seek(self, k, *rest))[1]
+    )
+    Picture.of(buffer.getvalue()).open()
+    assert max(seen) <= 1

@@ -18,6 +18,7 @@ from tests.io.test_images import png_of_size
 from vecroute import serve
 from vecroute.cli import main
 from vecroute.ops.pieces import between_pieces
+from vecroute.serve import batching
 from vecroute.serve.batching import Batcher, GivenUp
 from vecroute.serve.guard import HELD, Guard
 from vecroute.serve.server import make_server
@@ -177,6 +178,59 @@ def test_too_many_tokens_are_refused_with_the_limit(classifier):
             response = client.post(path, json=asked)
             assert response.status_code == 413
             assert response.json()["detail"].startswith("the request must have at most 50 tokens, got 6")
+
+
+def test_a_body_of_two_lengths_is_refused_and_what_follows_is_no_request():
+    body = request().partition(b"\r\n\r\n")[2]
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    both = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked = both + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    with listening(Tiny()) as port, connect(port) as connection:
+        connection.sendall(head + chunked + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        found = all_of(connection)
+    assert found.startswith(b"HTTP/1.1 400")
+    assert b"Content-Length or Transfer-Encoding, not both" in found
+    assert found.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(("size", "status"), [(1, b"400"), (1000, b"422")])
+def test_bodies_of_very_many_chunks_are_refused(size, status):
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    chunks = (b"%x\r\n" % size + b"a" * size + b"\r\n") * (20_000 // size)
+    with listening(Tiny()) as port:
+        with connect(port) as connection:
+            with contextlib.suppress(OSError):
+                connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+            found = b""
+            with contextlib.suppress(OSError):
+                found = connection.recv(65_536)
+            assert found.split(b" ")[1] == status
+        with connect(port) as connection:
+            connection.sendall(request(more=b"Connection: close\r\n"))
+            assert all_of(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", ["/predict", "/explain", "/page"])
+def test_100000_fields_are_one_clear_error(classifier, path):
+    asked = {"text": "a", **{f"field {k}": 0 for k in range(100_000)}}
+    with TestClient(serve.create_app(classifier)) as client:
+        response = client.post(path, json=asked)
+    assert response.status_code == 422
+    assert response.json() == {"detail": "Value error, at most 20 fields, got 100001"}
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(-1.0, 3), (1e9, 1)])
+def test_short_jobs_return_memory_now_and_then(monkeypatch, seconds, times):
+    trimmed = []
+    monkeypatch.setattr(batching, "TRIM_SECONDS", seconds)
+    monkeypatch.setattr(batching, "give_back_memory", lambda: trimmed.append(1))
+
+    async def talk(batcher):
+        batcher.trimmed = -1e10
+        return [await batcher.ask(job("short"), 10) for _ in range(3)]
+
+    with_batcher(lambda jobs: [0 for _ in jobs], talk)
+    assert len(trimmed) == times
 
 
 def test_long_rows_of_pixels_are_refused_by_the_header(image_classifier):

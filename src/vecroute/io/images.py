@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,11 +32,15 @@ SUFFIXES = {
     ".tiff",
     ".ppm",
     ".pgm",
-    ".jp2",
     ".avif",
 }
 # Only these formats are decoded, whatever the file is called. For some others, Pillow runs external programs.
-FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
+# A JPEG 2000 file of 1 MB with small tiles takes minutes to decode.
+FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "AVIF")
+# Pillow reads a header part by part in Python: 10 MB of empty parts take a minute.
+READS, BYTES_PER_READ = 10_000, 1024  # a decoder may call read READS times, plus once per 1024 bytes
+READ_AGAIN = 8  # all reads together may return the bytes of the file this many times
+MAX_SCANNED = 1_000_000_000  # pixels times scans of a JPEG file; decoding takes about 3 s
 N_NAMED = 5  # a message names at most this many files
 
 
@@ -97,6 +102,7 @@ class Picture:
         if not isinstance(self.source, Path | bytes):
             return self.source
         with opened(self.source, self.name) as image:
+            check_scans(image, self.name)
             return decoded(image, self.name)
 
 
@@ -208,31 +214,68 @@ def file_bytes(path: Path) -> bytes:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def opened(file: Path | bytes, name: str) -> Any:
-    """Open an image from a path or from bytes, for a ``with`` statement: read its header, check its size.
+class Parts(io.BufferedReader):
+    """A file that limits the number of reads, because decoders spend time on each."""
+
+    def __init__(self, file: Path | bytes):
+        super().__init__(io.BytesIO(file) if isinstance(file, bytes) else io.FileIO(file))
+        size = len(file) if isinstance(file, bytes) else file.stat().st_size
+        self.reads, self.bytes = READS + size // BYTES_PER_READ, READ_AGAIN * size + READS
+        self.too_many = False
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        found = super().read(size)
+        self.reads, self.bytes = self.reads - 1, self.bytes - len(found)
+        if self.reads < 0 or self.bytes < 0:
+            self.too_many = True
+            raise OSError("it has too many parts")
+        return found
+
+
+@contextmanager
+def opened(file: Path | bytes, name: str) -> Iterator[Any]:
+    """Open an image from a path or from bytes: read its header, check its size.
 
     Raises:
         ValueError: the file is not an image, or has no pixels or too many.
     """
     pil = require("PIL.Image", "images")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pil.DecompressionBombWarning)  # check_size refuses it
+        data = Parts(file)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+    with data:
+        try:
             pil.init()
             known = [kind for kind in FORMATS if kind in pil.OPEN]  # Pillow may be built without some
-            image = pil.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=known)
-    except pil.DecompressionBombError as error:
-        raise ValueError(f"{name} has more than the {MAX_PIXELS:,} pixels that are read") from error
-    except FileNotFoundError as error:
-        raise ValueError(f"{name} cannot be read: no such file") from error
-    except Exception as error:  # a damaged file can make a decoder raise any error
-        raise ValueError(f"{name} is no image that can be read, or it is damaged") from error
-    try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # one warning per damaged part; check_size checks the size
+                image = pil.open(data, formats=known)
+        except pil.DecompressionBombError as error:
+            raise ValueError(f"{name} has more than the {MAX_PIXELS:,} pixels that are read") from error
+        except Exception as error:  # a damaged file can make a decoder raise any error
+            if data.too_many:
+                raise ValueError(f"{name} has a header of too many parts") from error
+            raise ValueError(f"{name} is no image that can be read, or it is damaged") from error
         check_size(image.size, name)
-    except ValueError:
-        image.close()
-        raise
-    return image
+        if any(tile[0] == "ppm_plain" for tile in image.tile):  # Pillow decodes these in Python, slowly
+            raise ValueError(f"{name} has its pixels as decimal numbers, which are not read")
+        yield image
+
+
+def check_scans(image: Any, name: str) -> None:
+    """Refuse a progressive JPEG file with too many scans, because each scan visits all pixels.
+
+    A scan begins with the bytes FF DA. Coded pixels never contain them.
+    """
+    if image.format not in ("JPEG", "MPO"):
+        return
+    place = image.fp.seek(0, io.SEEK_CUR)
+    image.fp.seek(0)
+    n_scans = image.fp.read().count(b"\xff\xda")
+    image.fp.seek(place)
+    if n_scans * image.width * image.height > MAX_SCANNED:
+        raise ValueError(f"{name} has {n_scans:,} scans of {image.width} x {image.height} pixels, too many")
 
 
 def check_size(size: tuple[int, int], name: str) -> None:
@@ -253,8 +296,8 @@ def decoded(image: Any, name: str) -> Any:
     """
     check_size(image.size, name)
     try:
-        if getattr(image, "n_frames", 1) > 1:
-            logger.warning("%s has %d frames: the first is used", name, image.n_frames)
+        if getattr(image, "is_animated", False):  # counting the frames reads the whole file
+            logger.warning("%s has several frames: the first is used", name)
         image.load()
         upright = require("PIL.ImageOps", "images").exif_transpose(image)
     except Exception as error:  # any error, as in ``opened``

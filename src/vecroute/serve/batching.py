@@ -19,6 +19,8 @@ from vecroute.ops.pieces import between_pieces, in_pieces
 logger = logging.getLogger(__name__)
 
 LONG = 10_000  # characters to classify; a job that costs this much goes to the long lane
+TRIM_SECONDS = 5.0  # short jobs return freed memory to the system this often
+M_ARENA_MAX = -8  # an option of mallopt in glibc
 
 
 class Job(Protocol):
@@ -91,7 +93,7 @@ class Batcher:
         long: int = LONG,
     ):
         self.work, self.max_waiting, self.long = work, max_waiting, long
-        self.turn = Turn()
+        self.turn, self.trimmed = Turn(), 0.0
         self.lanes = [Lane("short", max_jobs, max_cost), Lane("long", 1, 0)]
 
     @property
@@ -145,8 +147,9 @@ class Batcher:
         """Return the answers or errors of a batch. Runs in the thread of its lane."""
         with self.turn, in_pieces(partial(self._between, batch, long)):
             answers = answers_or_errors(self.work, [waiting.job for waiting in batch])
-        if long:
+        if long or time.monotonic() > self.trimmed + TRIM_SECONDS:
             give_back_memory()
+            self.trimmed = time.monotonic()
         return answers
 
     def _between(self, batch: list[Waiting], long: bool) -> None:
@@ -198,10 +201,24 @@ def answers_or_errors(work: Callable[[list[Any]], Sequence[Any]], jobs: list[Any
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system after a long job. Only glibc can do so."""
+    """Return freed memory to the system. Only glibc can do so."""
+    c_library("malloc_trim", 0)
+
+
+def share_memory() -> None:
+    """Let all threads that start later allocate from one arena.
+
+    By default, glibc gives each thread an arena. A thread does not reuse the memory that another has freed,
+    so a server with many threads grows.
+    """
+    c_library("mallopt", M_ARENA_MAX, 1)
+
+
+def c_library(function: str, *arguments: int) -> None:
+    """Call a function of the C library, if it has one of this name."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+            getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 def cut_into_pieces(model: nn.Module) -> None:

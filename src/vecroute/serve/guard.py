@@ -40,7 +40,14 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        declared: Any = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy may use the other one and take the rest of the body for the next request.
+            told = "the request must have Content-Length or Transfer-Encoding, not both"
+            response = JSONResponse({"detail": told}, 400, {"Connection": "close"})
+            await response(scope, receive, send_with_headers)
+            return
+        declared: Any = headers.get("content-length", "0")
         if len(declared) > 20 or (declared.isdecimal() and int(declared) > self.max_bytes):
             response = JSONResponse({"detail": self._too_large}, 413, {"Connection": "close"})
             await response(scope, receive, send_with_headers)

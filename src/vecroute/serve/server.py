@@ -13,10 +13,14 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from vecroute.serve.batching import share_memory
+
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
 
 
 MAX_CONNECTIONS = 512
+HEADER_BYTES = 65_536  # limit for the headers of a request
+CHUNKS, BYTES_PER_CHUNK = 10_000, 64  # a body may have CHUNKS chunks, plus one per 64 bytes
 LINGER = 5.0  # seconds; a refused connection may still send its request, so that it can read the refusal
 
 
@@ -36,6 +40,7 @@ def run(
         ready: called once the server answers requests.
         max_connections: open connections; more get 503.
     """
+    share_memory()
     server = make_server(app, seconds, ready, max_connections)
     with suppress(KeyboardInterrupt):
         server.run(sockets=[bound])
@@ -49,6 +54,7 @@ def make_server(
         app,
         http=partial(Connection, seconds=seconds, most=max_connections),  # type: ignore[arg-type]
         ws="none",
+        h11_max_incomplete_event_size=HEADER_BYTES,
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=max(1, round(seconds)),
@@ -66,6 +72,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, seconds: float, most: int, **options: Any):
         super().__init__(*args, **options)
+        self.conn = Chunks(h11.SERVER, HEADER_BYTES)
         self.seconds, self.most = seconds, most
         self.too_many = False
         self.timers: dict[str, asyncio.TimerHandle] = {}
@@ -137,6 +144,25 @@ class Connection(H11Protocol):
     def _done(self, name: str) -> None:
         if name in self.timers:
             self.timers.pop(name).cancel()
+
+
+class Chunks(h11.Connection):
+    """A connection that limits the number of chunks of a body.
+
+    Parsing a body with chunks of one byte would block the event loop for a minute.
+    """
+
+    left = CHUNKS
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.left = CHUNKS
+        elif isinstance(event, h11.Data):
+            self.left += len(event.data) // BYTES_PER_CHUNK - 1
+            if self.left < 0:
+                raise h11.RemoteProtocolError("a body of too many chunks")
+        return event
 
 
 class Server(uvicorn.Server):
