@@ -245,6 +245,7 @@ def test_long_rows_of_pixels_are_refused_by_the_header(image_classifier):
 
 @pytest.mark.parametrize("path", ["/predict", "/explain", "/page"])
 def test_too_many_pixels_are_refused_before_they_are_decoded(image_classifier, path, monkeypatch):
+    Image.init()  # a plugin of Pillow loads an image of its own
     monkeypatch.setattr(Image.Image, "load", lambda image: pytest.fail("it was decoded"))
     monkeypatch.setattr(type(image_classifier), "predict_proba", lambda self, X: np.ones((len(X), 3)) / 3)
     limits = serve.Limits(max_pixels=1000)
