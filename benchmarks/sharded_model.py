@@ -9,11 +9,13 @@ rank arrives. It travels along a ring or a tree of R ranks, whichever is faster:
 Without --check, it prints the prediction for --n-inp inputs on --ranks ranks. With --check, it starts 1, 2
 and 4 gloo processes on this CPU, counts the bytes that they send, measures latency and bandwidth of gloo, and
 compares predicted and measured times for 1 and 2 processes. All times are the fastest of several rounds,
-since other work on the machine only adds to them. Rows are appended to sharded_model.csv.
+since other work on the machine only adds to them; ``load`` says how much there was. Rows are appended to
+sharded_model.csv.
 """
 
 import argparse
 import math
+import os
 import tempfile
 import time
 from datetime import timedelta
@@ -197,6 +199,7 @@ def measure(ranks: int, case: Case, repeats: int) -> dict[str, object]:
         "bytes_counted": first["bytes"], "latency_us": 1e6 * latency, "bandwidth_gb_s": bandwidth / 1e9,
         "work_ms": 1000 * sum(work), "predicted_ms": 1000 * predicted["step_s"],
         "measured_ms": 1000 * measured, "measured_of_predicted": measured / predicted["step_s"],
+        "load": os.getloadavg()[0],
     }  # fmt: skip
 
 
