@@ -1,15 +1,23 @@
 """How accurate are the heads on frozen encoders? ``python benchmarks/accuracy.py --data DATA --device cuda``.
 
-The hidden states of all depths are computed once. Every head has the same budget on every task. The search
-trains 20 configurations once each, for a short time, and scores them on the dev set. Then the best
-configuration is trained with 5 seeds, and only these 5 heads are scored on the test set. Rows are appended to
-accuracy_search.csv, accuracy.csv and accuracy_differences.csv. ``--plot`` makes a table and a figure from
-them. corpora.py describes the files in DATA.
+The hidden states of all depths are computed once for each task. Every family of heads has the same budget:
+
+1. search: five shapes of ten recipes each, trained once for a short time and scored on the dev set. If the
+   best learning rate is the lowest or the highest of the grid, the grid grows, at most twice on each side;
+2. full: the best three configurations at full length, scored on the dev set;
+3. final: the best configuration with 5 seeds;
+4. test: when all tasks have all finals, all are scored on the test set at once, and the rows are written.
+
+Each trained stack of heads is a file in ``--state``, so a run that stopped, after ``--minutes`` or for any
+other reason, resumes. Rows are in accuracy_search.csv, accuracy.csv and accuracy_differences.csv. ``--plot``
+makes a table and a figure from them. corpora.py describes the files in DATA.
 """
 
+import hashlib
 import json
+import math
+import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,69 +28,47 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from corpora import Packed
-from stacked import Recipe, Stack, Training, as_means, as_vectors, first_positions
+from families import (
+    BY_DEPTH,
+    FAMILIES,
+    FULL,
+    GROWTH,
+    LINEAR,
+    LINEAR_EPOCHS,
+    LINEAR_RECIPES,
+    LRS,
+    RECIPES,
+    SEARCH,
+    STEP,
+)
+from scoring import rank, replace_rows, rows_of, scored
+from stacked import Recipe, Stack, Training, as_means, as_vectors
 
 from vecroute.encoders import TextEncoder, VisionEncoder
 
 SEEDS = 5
-ROUTING = {"implementation": "reference"}  # stacked.py uses vmap, which only the reference supports
-# Two shapes of each head, each with the share of inputs to drop in training. Each shape has ten recipes.
-SHAPES: dict[str, tuple[str, list[tuple[dict[str, Any], float]]]] = {
-    "routing": ("routing", [(ROUTING, drop) for drop in (0.3, 0.6)]),
-    "routing, wide": ("wide", [(ROUTING, drop) for drop in (0.3, 0.6)]),
-    "paper": ("paper", [(ROUTING, drop) for drop in (0.3, 0.6)]),
-    "probe": ("probe", [({}, 0.3), ({"d_mlp": 768}, 0.6)]),
-    "probe, MLPs": ("probe", [({"d_inp_mlp": 512, "gated": True}, drop) for drop in (0.3, 0.6)]),
-    "probe, 4 queries": ("probe_4", [({}, 0.3), ({"d_mlp": 768}, 0.6)]),
-    "PMA": ("pma", [({}, 0.3), ({"n_seeds": 4}, 0.6)]),
-    "Hopfield": ("hopfield", [({"d_mlp": 384}, 0.3), ({"n_states": 4, "d_mlp": 384}, 0.6)]),
-    "scalar mix": ("scalar_mix", [({}, 0.0), ({"d_mlp": 384}, 0.3)]),
-    "mean of all": ("mean_all", [({}, 0.0), ({"d_mlp": 384}, 0.3)]),
-    "mean of last": ("mean_last", [({}, 0.0), ({"d_mlp": 384}, 0.3)]),
-    "CLS": ("cls", [({}, 0.0), ({"d_mlp": 384}, 0.0)]),
-    "linear, mean of all": ("mean_all", [({}, 0.0)]),
-    "linear, mean of last": ("mean_last", [({}, 0.0)]),
-}
-LINEAR = ("linear, mean of all", "linear, mean of last")  # one shape each, with twenty recipes
-ON_IMAGES = ("routing", "routing, wide", "probe", "probe, MLPs", *LINEAR)
-BY_DEPTH = ("scalar mix", "mean of all", "mean of last", "CLS")  # heads that treat each depth differently
-RECIPES = [
-    Recipe(lr=lr, weight_decay=decay, label_smoothing=smoothing)
-    for lr in (5e-4, 1e-3, 2e-3)
-    for decay, smoothing in ((0.05, 0.0), (0.05, 0.1), (0.5, 0.1))
-] + [Recipe(lr=3e-3, weight_decay=0.5, label_smoothing=0.1)]
-# Linear probes also try ten times higher learning rates, and train four times as long.
-LINEAR_RECIPES = [replace(recipe, lr=10 * recipe.lr) for recipe in RECIPES]
-LINEAR_EPOCHS = 4
-# The search trains for fewer epochs than the final runs.
-SEARCH = {
-    "sst2": Training(epochs=2, batch_size=256),
-    "sst5": Training(epochs=1, batch_size=256),
-    "imdb": Training(epochs=1, batch_size=128, most=192),
-    "cifar10": Training(epochs=2, batch_size=256, most=192),
-}
-FINAL = {
-    "sst2": Training(epochs=3, batch_size=256),
-    "sst5": Training(epochs=2, batch_size=256),
-    "imdb": Training(epochs=3, batch_size=128, most=192),
-    "cifar10": Training(epochs=5, batch_size=256, most=192),
-}
+BEST = 3  # configurations of each family that are trained at full length
 
 
 @dataclass(frozen=True)
 class Job:
     """A stack of heads to train: one shape, several recipes."""
 
+    stage: str  # "search", "full" or "final"
     task: str
-    label: str  # the head, a key of SHAPES
+    label: str  # a key of FAMILIES
     name: str
     options: dict[str, Any]
     recipes: list[Recipe]
     training: Training
-    test: bool = False  # True to predict the test set too
+
+    @property
+    def test(self) -> bool:
+        """Whether the job predicts the test set too."""
+        return self.stage == "final"
 
     def __str__(self) -> str:
-        return f"{self.task} {self.label} {json.dumps(self.options)} x {len(self.recipes)}"
+        return f"{self.task} {self.stage} {self.label} {json.dumps(self.options)} x {len(self.recipes)}"
 
 
 @dataclass
@@ -96,10 +82,8 @@ class Done:
 
 
 def run_job(job: Job, splits: dict[str, Packed]) -> Done:
-    if job.label in LINEAR:
+    if job.label == LINEAR:
         splits = as_means(splits)
-    elif job.label == "CLS":
-        splits = {name: first_positions(data) for name, data in splits.items()}
     elif job.label not in BY_DEPTH:
         splits = {name: as_vectors(data) for name, data in splits.items()}
     train = splits["train"]
@@ -117,13 +101,16 @@ def run_job(job: Job, splits: dict[str, Packed]) -> Done:
     return Done(job, dev, test, stack.n_parameters, seconds, weights)
 
 
-def work(splits: dict[str, Packed], jobs: Any, results: Any, share: float) -> None:
+def work(splits: dict[str, Packed], jobs: Any, results: Any, share: float, until: float) -> None:
     """Run jobs until None arrives. Runs in a separate process with a share of the GPU memory."""
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(share)
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     while (job := jobs.get()) is not None:
+        if time.time() > until:
+            results.put((job, "no time left, run again to resume"))
+            continue
         try:
             results.put(run_job(job, splits))
         except Exception as error:  # one failed job must not stop the others
@@ -131,16 +118,17 @@ def work(splits: dict[str, Packed], jobs: Any, results: Any, share: float) -> No
 
 
 class Workers:
-    """Processes that train stacks of heads: ``with Workers(splits, 3) as workers``."""
+    """Processes that train stacks of heads and save each: ``with Workers(splits, options) as workers``."""
 
-    def __init__(self, splits: dict[str, Packed], n: int):
+    def __init__(self, splits: dict[str, Packed], options: Any):
         context = mp.get_context("spawn")
         self.jobs, self.results = context.Queue(), context.Queue()
-        share = 0.0
+        self.state, self.limit = options.state, options.limit
+        share, n = 0.0, options.workers
         if splits["train"].hidden.is_cuda:
             free, total = torch.cuda.mem_get_info()
             share = 0.9 * free / total / n
-        arguments = (splits, self.jobs, self.results, share)
+        arguments = (splits, self.jobs, self.results, share, options.until)
         self.processes = [context.Process(target=work, args=arguments) for _ in range(n)]
 
     def __enter__(self) -> "Workers":
@@ -154,104 +142,123 @@ class Workers:
         for process in self.processes:
             process.join()
 
-    def run(self, jobs: list[Job]) -> Iterator[Done]:
-        """Yield the results in the order in which jobs end. Failed jobs are printed and left out."""
-        for job in jobs:
+    def run(self, jobs: list[Job]) -> list[Done]:
+        """Return the results of all jobs. Only jobs without a file in the state folder are run.
+
+        Raises:
+            Unfinished: a job failed, or there is no time left.
+        """
+        files = {job_key(job, self.limit): job for job in jobs}
+        missing = {key: job for key, job in files.items() if not (self.state / f"{key}.npz").exists()}
+        for job in missing.values():
             self.jobs.put(job)
-        for _ in jobs:
+        failed = []
+        for _ in missing:
             done = self.results.get()
             if isinstance(done, Done):
                 print(f"{done.seconds:6.1f} s  {done.job}", flush=True)
-                yield done
+                save_done(done, self.state / f"{job_key(done.job, self.limit)}.npz")
             else:
-                print(f"FAILED {done[0]}: {done[1]}", flush=True)
+                failed.append(f"{done[0]}: {done[1]}")
+        if failed:
+            raise Unfinished(f"{len(failed)} of {len(jobs)} jobs are not done, among them {failed[0]}")
+        return [load_done(job, self.state / f"{key}.npz") for key, job in files.items()]
 
 
-def search_jobs(task: str, labels: list[str], recipes: list[Recipe], n_shapes: int) -> list[Job]:
-    """Return the configurations of some heads. Each has its own seed. All heads use the same seeds."""
+class Unfinished(Exception):
+    """A step of the race has jobs that are not done."""
+
+
+def job_key(job: Job, limit: int | None) -> str:
+    """Return a name for the file of a job that changes with everything that its result depends on."""
+    about = json.dumps([asdict(job), limit], sort_keys=True)
+    return f"{job.task}-{job.stage}-{hashlib.sha256(about.encode()).hexdigest()[:16]}"
+
+
+def save_done(done: Done, path: Path) -> None:
+    """Write the result of a job, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {"dev": done.dev, "parameters": done.parameters, "seconds": done.seconds}
+    arrays |= {} if done.test is None else {"test": done.test}
+    arrays |= {f"weight.{name}": p for name, p in (done.weights or {}).items()}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        np.savez(file, **arrays)
+    os.replace(temporary, path)
+
+
+def load_done(job: Job, path: Path) -> Done:
+    with np.load(path) as found:
+        weights = {name.removeprefix("weight."): found[name] for name in found if name.startswith("weight.")}
+        test = found.get("test")
+        return Done(job, found["dev"], test, int(found["parameters"]), float(found["seconds"]), weights)
+
+
+def search_jobs(task: str, label: str, recipes: list[Recipe], n_shapes: int) -> list[Job]:
+    """Return the configurations of a family. Each has its own seed. All families use the same seeds."""
+    name, shapes = FAMILIES[label]
     jobs = []
-    for label in labels:
-        name, shapes = SHAPES[label]
-        own = recipes + LINEAR_RECIPES[: len(recipes)] if label in LINEAR else recipes
-        for k, (options, drop) in enumerate(shapes[:n_shapes]):
-            seeded = [replace(recipe, seed=k * len(own) + n) for n, recipe in enumerate(own)]
-            jobs.append(Job(task, label, name, options, seeded, training_of(SEARCH[task], label, drop)))
+    for k, (options, drop) in enumerate(shapes[:n_shapes]):
+        seeded = [replace(recipe, seed=k * len(recipes) + n) for n, recipe in enumerate(recipes)]
+        jobs.append(Job("search", task, label, name, options, seeded, training_of(SEARCH[task], label, drop)))
     return jobs
 
 
 def training_of(training: Training, label: str, drop: float) -> Training:
-    """Adapt an entry of SEARCH or FINAL to one head."""
-    epochs = training.epochs * (LINEAR_EPOCHS if label in LINEAR else 1)
-    return replace(training, epochs=epochs, drop=drop)
+    """Adapt an entry of SEARCH or FULL to one family."""
+    return replace(training, epochs=training.epochs * (LINEAR_EPOCHS if label == LINEAR else 1), drop=drop)
 
 
-def final_jobs(found: list[dict[str, Any]], jobs: list[Job], seeds: int = SEEDS) -> list[Job]:
-    """Return jobs that train the best configuration of every head on the dev set with several seeds."""
-    finals = []
-    for label in dict.fromkeys(row["head"] for row in found):
-        best = max(
-            (row for row in found if row["head"] == label), key=lambda row: (row["dev"], -row["dev_nll"])
-        )
-        job = next(j for j in jobs if j.label == label and all(best[k] == v for k, v in described(j).items()))
-        recipes = [Recipe(**json.loads(best["recipe"]), seed=100 + seed) for seed in range(seeds)]
-        training = training_of(FINAL[job.task], label, job.training.drop)
-        finals.append(Job(job.task, label, job.name, job.options, recipes, training, test=True))
-    return finals
+def growing_jobs(searched: list[Done], labels: np.ndarray) -> list[Job]:
+    """Return a job with the next learning rate, in the best shape, if the best is at the edge of the grid."""
+    lrs = [recipe.lr for done in searched for recipe in done.job.recipes]
+    done, k = rank(searched, labels)[0]
+    best = done.job.recipes[k].lr
+    below, above = min(LRS) / STEP ** (GROWTH + 0.5), max(LRS) * STEP ** (GROWTH + 0.5)
+    if best == min(lrs) and best / STEP > below:
+        lr = best / STEP
+    elif best == max(lrs) and best * STEP < above:
+        lr = best * STEP
+    else:
+        return []
+    recipes = [replace(r, lr=lr) for r in done.job.recipes if r.lr == best]
+    return [replace(done.job, recipes=recipes)]
 
 
-def described(job: Job) -> dict[str, str]:
-    """Return the columns that identify a stack among the stacks of the same head."""
-    return {"options": json.dumps(job.options), "training": json.dumps(asdict(job.training))}
+def full_jobs(searched: list[Done], labels: np.ndarray) -> list[Job]:
+    """Return jobs that train the best configurations at full length, one for each shape among them."""
+    jobs: dict[str, Job] = {}
+    for done, k in rank(searched, labels)[:BEST]:
+        job = done.job
+        training = training_of(FULL[job.task], job.label, job.training.drop)
+        key = json.dumps([job.options, asdict(training)])
+        known = jobs.get(key, replace(job, stage="full", recipes=[], training=training))
+        jobs[key] = replace(known, recipes=[*known.recipes, replace(job.recipes[k], seed=50)])
+    return list(jobs.values())
 
 
-def rows_of(done: Done, splits: dict[str, Packed]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each head of a stack."""
-    for k, recipe in enumerate(done.job.recipes):
-        row = {
-            "task": done.job.task,
-            "head": done.job.label,
-            **described(done.job),
-            "recipe": json.dumps({name: value for name, value in asdict(recipe).items() if name != "seed"}),
-            "seed": recipe.seed,
-            "parameters": done.parameters,
-            "seconds": done.seconds / len(done.job.recipes),
-        }
-        for split, p in (("dev", done.dev), ("test", done.test)):
-            if p is not None:
-                label = np.array(splits[split].label.tolist())  # [n]
-                row[split] = float((p[k].argmax(-1) == label).mean())
-                row[f"{split}_nll"] = float(-np.log(p[k][range(len(label)), label].clip(1e-4)).mean())
-                if split == "test":
-                    row["test_top5"] = top_5(p[k], label)
-        yield row
+def final_job(full: list[Done], labels: np.ndarray, seeds: int) -> Job:
+    """Return the job that trains the best configuration with several seeds."""
+    done, k = rank(full, labels)[0]
+    recipes = [replace(done.job.recipes[k], seed=100 + seed) for seed in range(seeds)]
+    return replace(done.job, stage="final", recipes=recipes)
 
 
-def top_5(p: np.ndarray, label: np.ndarray) -> float | None:
-    """Return how often the label [n] is among the five most probable classes of p [n, n_cls].
+def race(
+    workers: Workers, task: str, label: str, labels: np.ndarray, options: Any
+) -> tuple[list[Done], Done]:
+    """Search, choose on the dev set and train with several seeds: one family on one task.
 
-    None if there are at most five classes.
+    Returns:
+        The results of the search and of full length, and the final one.
     """
-    if p.shape[-1] <= 5:
-        return None
-    return float((p.argsort(-1)[:, -5:] == label[:, None]).any(-1).mean())
-
-
-def differences(task: str, finals: list[Done], label: np.ndarray, n: int = 2000) -> list[dict[str, Any]]:
-    """Compare routing with each other head: the difference in test accuracy, with a bootstrap over texts.
-
-    The accuracy of a head on a text is the mean over the seeds.
-    """
-    right = {done.job.label: (done.test.argmax(-1) == label).mean(0) for done in finals}  # [n_texts] each
-    drawn = np.random.default_rng(0).integers(0, len(label), (n, len(label)))  # [n, n_texts]
-    rows = []
-    for other in right:
-        if "routing" not in right or other == "routing":
-            continue
-        gain = 100 * (right["routing"] - right[other])  # [n_texts]
-        low, high = np.percentile(gain[drawn].mean(1), [2.5, 97.5])
-        told = {"points": gain.mean(), "low": low, "high": high}
-        rows.append({"task": task, "routing": "routing", "head": other} | told)
-    return rows
+    recipes = LINEAR_RECIPES if label == LINEAR else RECIPES
+    searched = workers.run(search_jobs(task, label, recipes[: options.recipes], options.shapes))
+    while more := growing_jobs(searched, labels):
+        searched += workers.run(more)
+    full = workers.run(full_jobs(searched, labels))
+    (final,) = workers.run([final_job(full, labels, options.seeds)])
+    return [*searched, *full], final
 
 
 def load_splits(task: str, names: list[str], options: Any) -> dict[str, Packed]:
@@ -291,39 +298,41 @@ def load_images(names: list[str], options: Any) -> dict[str, Packed]:
 
 
 def save(done: Done, folder: Path) -> None:
-    """Save the weights of three seeds of a routing head: TASK.npz (default head) or TASK-wide.npz."""
-    name = {"routing": done.job.task, "routing, wide": f"{done.job.task}-wide"}
-    if done.job.label in name:
+    """Save the weights of three seeds of the routing head, and its options, as TASK.npz."""
+    if done.job.label == "routing" and done.weights:
         folder.mkdir(parents=True, exist_ok=True)
-        np.savez(folder / f"{name[done.job.label]}.npz", **{k: p[:3] for k, p in done.weights.items()})
+        weights = {name: p[:3] for name, p in done.weights.items()}  # [3, ...] each
+        np.savez(folder / f"{done.job.task}.npz", options=json.dumps(done.job.options), **weights)
 
 
-def run_task(task: str, options: Any, recipes: list[Recipe], seeds: int) -> None:
-    """Search, choose on the dev set, train with several seeds, and test."""
-    about, started = common.about(options.device), time.perf_counter()
+def run_task(task: str, options: Any) -> tuple[list[Done], list[Done], np.ndarray, np.ndarray]:
+    """Run the race of all families on one task.
+
+    Returns:
+        The stacks that were tried, the final stacks, and the labels of the dev and the test set.
+
+    Raises:
+        Unfinished: a family has jobs that are not done.
+    """
+    started = time.perf_counter()
     splits = load_splits(task, ["train", "dev", "test"], options)
     print(f"{time.perf_counter() - started:6.1f} s  {task}: {len(splits['train'])} samples", flush=True)
-    found, finals = [], []
-    labels = options.heads or (
-        ON_IMAGES if task in corpora.IMAGES else [k for k in SHAPES if k not in LINEAR]
-    )
-    with Workers(splits, options.workers) as workers:
-        jobs = search_jobs(task, labels, recipes, options.shapes)
-        for done in workers.run(jobs):
-            rows = [row | about for row in rows_of(done, splits)]
-            common.append(options.results / "accuracy_search.csv", rows)
-            found += rows
-        for done in workers.run(final_jobs(found, jobs, seeds)):
-            rows = [row | about for row in rows_of(done, splits)]
-            common.append(options.results / "accuracy.csv", rows)
-            finals.append(done)
-            test = [100 * row["test"] for row in rows]
-            print(f"{task} {done.job.label}: test {np.mean(test):.2f} ({np.std(test):.2f})", flush=True)
+    dev, test = (np.array(splits[name].label.tolist()) for name in ("dev", "test"))
+    tried, finals, unfinished = [], [], []
+    with Workers(splits, options) as workers:
+        for label in options.heads or FAMILIES:
+            try:
+                own, final = race(workers, task, label, dev, options)
+            except Unfinished as error:
+                unfinished.append(f"{label}: {error}")
+                continue
+            tried += own
+            finals.append(final)
             if options.save:
-                save(done, options.save)
-    if told := differences(task, finals, np.array(splits["test"].label.tolist())):
-        common.append(options.results / "accuracy_differences.csv", [row | about for row in told])
-    print(f"{time.perf_counter() - started:6.1f} s  {task}: done", flush=True)
+                save(final, options.save)
+    if unfinished:
+        raise Unfinished(f"{task}: {'; '.join(unfinished)}")
+    return tried, finals, dev, test
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -332,10 +341,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=Path, help="folder that stores token ids, for one encoder only")
     parser.add_argument("--encoder", help="default: minilm for texts, vit-cifar10 for images")
     parser.add_argument("--tasks", nargs="+", choices=corpora.TASKS, default=list(corpora.TASKS))
-    parser.add_argument("--heads", nargs="+", choices=SHAPES, help="default: all heads that suit the task")
-    parser.add_argument("--shapes", type=int, default=2, help="number of shapes of each head to search")
+    parser.add_argument("--heads", nargs="+", choices=FAMILIES, help="default: all families")
+    parser.add_argument("--shapes", type=int, default=5, help="number of shapes of each family to search")
+    parser.add_argument("--recipes", type=int, help="number of recipes of each shape, default: all")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds of the final heads")
     parser.add_argument("--workers", type=int, default=3, help="number of processes that train")
     parser.add_argument("--limit", type=int, help="number of samples of each split to use")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no job after this time")
+    parser.add_argument("--state", type=Path, default=Path("build/accuracy"), help="folder of finished jobs")
     parser.add_argument("--save", type=Path, help="folder for the weights of the routing heads, three seeds")
     parser.add_argument(
         "--plot", action="store_true", help="train nothing, make the table and the figure from the rows"
@@ -344,13 +357,24 @@ def main(arguments: list[str] | None = None) -> None:
     if options.plot:
         from accuracy_summary import make_summary
 
-        return make_summary(options.results, list(SHAPES))
-    recipes, seeds = RECIPES, SEEDS
+        return make_summary(options.results, list(FAMILIES))
+    options.until = time.time() + 60 * options.minutes
     if options.short:
         options.limit, options.workers, options.shapes = options.limit or 100, 1, 1
-        recipes, seeds = RECIPES[:2], 1
+        options.recipes, options.seeds = 2, 1
+    done, unfinished = {}, []
     for task in options.tasks:
-        run_task(task, options, recipes, seeds)
+        try:
+            done[task] = run_task(task, options)
+        except Unfinished as error:
+            unfinished.append(str(error))
+    if unfinished:
+        raise SystemExit("not finished, so nothing is tested:\n" + "\n".join(unfinished))
+    about = common.about(options.device)
+    searched = [row for tried, _, dev, _ in done.values() for stack in tried for row in rows_of(stack, dev)]
+    tested, differences = scored({task: found[1:] for task, found in done.items()})
+    for name, rows in (("_search", searched), ("", tested), ("_differences", differences)):
+        replace_rows(options.results / f"accuracy{name}.csv", [row | about for row in rows])
 
 
 if __name__ == "__main__":

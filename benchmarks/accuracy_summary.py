@@ -7,30 +7,28 @@ from typing import Any
 import common
 import corpora
 import pandas
-from scipy import stats
 
-OURS = ("routing", "routing, wide")  # the first one that a task has is compared with the other heads
+OURS = "routing"  # compared with the other heads
 
 
-def summarize(rows: pandas.DataFrame) -> list[dict[str, Any]]:
+def summarize(rows: pandas.DataFrame, differences: pandas.DataFrame) -> list[dict[str, Any]]:
     """Return a row for each task and head: its test accuracy in %, and the lead of routing over it.
 
     ``mean`` and ``spread`` (standard deviation) are over the seeds. ``ahead`` is the mean of routing minus
-    the mean of the head, ``low`` and ``high`` are its 95 % interval by Welch's t-test. The best head comes
-    first.
+    the mean of the head, ``low`` and ``high`` are its 95 % interval by a paired bootstrap over texts and
+    seeds, from the differences of single heads. The best head comes first.
     """
+    single = differences[differences.members == 1].set_index(["task", "head"])
     summary = []
     for task, own in rows.groupby("task", sort=False):
         tests = {head: 100 * found.test for head, found in own.groupby("head")}
-        ours = next((head for head in OURS if head in tests), None)
         for head in sorted(tests, key=lambda head: -tests[head].mean()):
             test = tests[head]
             row = {"task": task, "head": head, "seeds": len(test), "mean": test.mean(), "spread": test.std()}
-            row |= {"routing": ours, "ahead": None, "low": None, "high": None}
-            if ours not in (None, head):
-                row["ahead"] = tests[ours].mean() - test.mean()
-                welch = stats.ttest_ind(tests[ours], test, equal_var=False)
-                row["low"], row["high"] = welch.confidence_interval()
+            row |= {"routing": OURS, "ahead": None, "low": None, "high": None}
+            if (task, head) in single.index:
+                found = single.loc[(task, head)]
+                row |= {"ahead": found.points, "low": found.low, "high": found.high}
             summary.append(row)
     return summary
 
@@ -40,7 +38,7 @@ def make_summary(results: Path, order: Sequence[str]) -> None:
     rows = pandas.read_csv(results / "accuracy.csv")
     path = results / "accuracy_summary.csv"
     path.unlink(missing_ok=True)
-    common.append(path, summarize(rows))
+    common.append(path, summarize(rows, pandas.read_csv(results / "accuracy_differences.csv")))
     plot(rows, [label for label in reversed(order) if label in set(rows["head"])], results)
 
 

@@ -7,6 +7,7 @@ image of that colour (insertion), and the image is encoded again. A row for ever
 patches_images.csv. ``--summarize`` computes means with intervals, patches.csv, and a figure.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -209,9 +210,10 @@ def measure(viewer: Viewer, pixels: Tensor, tried: dict[str, Method], step: int)
 def load(options: Any) -> tuple[Viewer, Tensor, Tensor, Tensor]:
     """Return the encoder with its head, and indices, pixels and labels of random test images."""
     encoder = VisionEncoder(options.encoder, device=options.device, dtype=torch.float32)
-    stacked = np.load(options.weights / WEIGHTS[options.head])
+    stacked = dict(np.load(options.weights / WEIGHTS[options.head]))
+    own = json.loads(str(stacked.pop("options", "{}")))  # of the head that accuracy.py chose
     sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": corpora.TASKS["cifar10"]}
-    head = make_head(options.head, seed=0, implementation=options.implementation, **sizes)
+    head = make_head(options.head, seed=0, **sizes, **(own | {"implementation": options.implementation}))
     head.load_state_dict({name: torch.tensor(stacked[name][0]).float() for name in stacked})
     pixels, labels = corpora.images("test", options.data)
     drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[: options.images]

@@ -49,13 +49,11 @@ class Training:
         epochs: number of passes over the data.
         batch_size: samples per step.
         drop: share of the inputs of a sample that are dropped at random in each step.
-        most: greatest number of inputs of a sample in a step.
     """
 
     epochs: float
     batch_size: int
     drop: float = 0.0
-    most: int | None = None
 
 
 class Stack:
@@ -261,10 +259,10 @@ def gather(data: Packed, which: Tensor, training: Training | None = None) -> tup
     longest = int(length.max())
     column = torch.arange(longest, device=which.device)  # [n]
     if training is not None:
-        if training.drop or training.most:
+        if training.drop:
             drawn = torch.rand(*which.shape, longest, device=which.device)  # [m, b, n]
             column = drawn.masked_fill(column >= length, 2.0).argsort(-1)  # [m, b, n]
-            length = (length * (1 - training.drop)).ceil().long().clamp(1, training.most)  # [m, b, 1]
+            length = (length * (1 - training.drop)).ceil().long().clamp(min=1)  # [m, b, 1]
             longest = int(length.max())
         n = next(n for n in LENGTHS if n >= longest)
         column = torch.nn.functional.pad(column, (0, n))[..., :n]  # [m, b, n]
@@ -279,11 +277,6 @@ def as_vectors(data: Packed) -> Packed:
     depth = data.hidden.shape[1]
     hidden = data.hidden.flatten(0, 1)[:, None]  # [total depth, 1, d_emb]
     return Packed(hidden, data.start * depth, data.length * depth, data.label)
-
-
-def first_positions(data: Packed) -> Packed:
-    """Return only the first position of each sample, so that random dropping cannot select another one."""
-    return Packed(data.hidden, data.start, torch.ones_like(data.length), data.label)
 
 
 def as_means(splits: dict[str, Packed]) -> dict[str, Packed]:

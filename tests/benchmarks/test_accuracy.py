@@ -1,6 +1,9 @@
 """The benchmark of accuracy: its texts, the equality of stacked and separate training, and the choice."""
 
+import queue
 import sys
+import time
+from itertools import groupby
 
 import numpy as np
 import pandas
@@ -12,10 +15,10 @@ from tests.helpers.paths import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import accuracy
 import corpora
+import families
+import scoring
 from corpora import Chunks, Packed
 from stacked import Recipe, Stack, Training, as_vectors, batches, gather
-
-OTHER = "routing, wide"
 
 
 def test_phrases_of_a_tree_come_with_their_labels_and_the_sentence_last():
@@ -68,8 +71,6 @@ def test_inputs_are_gathered_whole_or_in_part(data):
         found = {tuple(v) for v in hidden[0, k, mask[0, k]].reshape(-1, 8).tolist()}
         assert found < own
         assert len(found) == -(-3 * n // 2)
-    _, mask = gather(vectors, which, Training(epochs=1, batch_size=2, most=2))
-    assert mask.sum(-1).max() == 2
 
 
 def test_batches_hold_every_sample_and_some_twice(data):
@@ -99,17 +100,6 @@ def test_heads_of_a_stack_are_what_they_would_be_alone(data, name):
     assert (found[0] - found[1]).abs().max() > 1e-3
 
 
-def test_cls_sees_the_first_position_alone_where_others_are_drawn_at_random(data):
-    training = Training(epochs=2, batch_size=16, most=2)
-    job = accuracy.Job("sst2", "CLS", "cls", {}, [Recipe(lr=1e-2)], training)
-    other = torch.randn_like(data.hidden)
-    other[data.start] = data.hidden[data.start]
-    changed = Packed(other, data.start, data.length, data.label)
-    found = [accuracy.run_job(job, {"train": split, "dev": split}).dev for split in (data, changed)]
-    assert np.array_equal(*found)
-    assert np.ptp(found[0][0, :, 1]) > 0.1
-
-
 def test_a_step_is_that_of_adamw(data):
     options = {"d_emb": 8, "depth": 3, "n_cls": 2}
     stack = Stack("mean_last", options, [Recipe(lr=0.01, weight_decay=0.1)], "cpu")
@@ -131,50 +121,154 @@ def test_a_step_is_that_of_adamw(data):
         torch.testing.assert_close(stack.parameters[name][0], p, rtol=1e-4, atol=1e-5)
 
 
-def test_the_best_on_the_dev_set_is_trained_with_every_seed():
-    jobs = accuracy.search_jobs("sst2", ["probe"], accuracy.RECIPES, 2)
-    for label in accuracy.SHAPES:
-        every = accuracy.search_jobs("sst2", [label], accuracy.RECIPES, 2)
-        assert sum(len(job.recipes) for job in every) == 20
-    found = []
-    for job in jobs:
-        dev = np.full((10, 4, 2), 0.5)
-        dev[:, :, 1] += 0.1 if job is jobs[1] else -0.1
-        done = accuracy.Done(job, dev, None, 1, 1.0)
-        label = torch.tensor([1, 1, 1, 0])
-        splits = {"dev": Packed(label, label, label, label)}
-        found += list(accuracy.rows_of(done, splits))
-    (final,) = accuracy.final_jobs(found, jobs)
-    assert final.options == jobs[1].options
-    assert (final.training.epochs, final.training.drop) == (3, 0.6)
+LABELS = np.array([1, 1, 1, 0] * 25)
+
+
+def done(job, right, test=None):
+    """A finished job whose heads are right on the given shares of the samples."""
+    dev = np.stack([probabilities(share) for share in right])  # [m, n, n_cls]
+    return accuracy.Done(job, dev, test, 1, 1.0, {})
+
+
+def probabilities(share, labels=LABELS):
+    wrong = np.arange(len(labels)) >= share * len(labels)
+    return np.eye(2)[np.where(wrong, 1 - labels, labels)]
+
+
+def test_every_family_has_the_same_budget():
+    for label in families.FAMILIES:
+        recipes = families.LINEAR_RECIPES if label == families.LINEAR else families.RECIPES
+        every = accuracy.search_jobs("imdb", label, recipes, 5)
+        assert sum(len(job.recipes) for job in every) == 50
+        assert {recipe.lr for job in every for recipe in job.recipes} == {1e-4, 3e-4, 1e-3, 3e-3, 1e-2}
+        assert len({accuracy.job_key(job, None) for job in every}) == len(every)
+
+
+def test_every_head_that_can_have_mlps_is_offered_the_same_widths():
+    for label, (name, shapes) in families.FAMILIES.items():
+        if label not in ("paper", families.LINEAR):
+            assert [options["d_mlp"] for options, _ in shapes] == [0, 128, 256, 512, 256]
+            own = [options.get("d_inp_mlp", options["d_mlp"]) for options, _ in shapes]
+            assert own == [0, 128, 256, 512, 256], name
+
+
+def test_the_grid_grows_until_the_best_learning_rate_is_inside():
+    (job, *_) = accuracy.search_jobs("sst2", "probe", families.RECIPES, 1)
+    shares = {1e-4: 0.9, 3e-4: 0.8, 1e-3: 0.7, 3e-3: 0.6, 1e-2: 0.5}
+    found = [done(job, [shares[recipe.lr] for recipe in job.recipes])]
+    grown = []
+    while more := accuracy.growing_jobs(found, LABELS):
+        grown.append(more[0].recipes[0].lr)
+        found.append(done(more[0], [1.0 - 0.01 * len(grown)] * len(more[0].recipes)))
+    assert grown == pytest.approx([1e-4 / 10**0.5, 1e-5])  # better, and then no longer
+    always = [done(job, [shares[recipe.lr] for recipe in job.recipes])]
+    for _ in range(2):
+        (more,) = accuracy.growing_jobs(always, LABELS)
+        always.append(done(more, [0.95 + 0.01 * len(always)] * len(more.recipes)))
+    assert not accuracy.growing_jobs(always, LABELS)  # at most twice
+    inside = [done(job, [float(recipe.lr == 1e-3) for recipe in job.recipes])]
+    assert not accuracy.growing_jobs(inside, LABELS)
+
+
+def test_the_best_three_are_trained_at_full_length_and_the_best_of_them_with_every_seed():
+    jobs = accuracy.search_jobs("sst2", "probe", families.RECIPES, 2)
+    shares = [[0.5] * 10, [0.5] * 10]
+    shares[0][3], shares[1][4], shares[1][5] = 0.7, 0.9, 0.8
+    full = accuracy.full_jobs([done(*pair) for pair in zip(jobs, shares, strict=True)], LABELS)
+    assert sorted(len(job.recipes) for job in full) == [1, 2]
+    assert {job.training.epochs for job in full} == {4}
+    final = accuracy.final_job([done(job, [0.5, 0.6][: len(job.recipes)]) for job in full], LABELS, 5)
+    assert (final.options, final.recipes[0].lr) == (jobs[1].options, jobs[1].recipes[5].lr)
     assert [recipe.seed for recipe in final.recipes] == [100, 101, 102, 103, 104]
     assert final.test
+    assert not any(job.test for job in [*jobs, *full])
 
 
-def test_differences_are_those_of_the_same_texts():
-    label = np.array([0, 1] * 50)
-    right, wrong = np.eye(2)[label][None], np.eye(2)[np.where(np.arange(100) < 10, 1 - label, label)][None]
-    finals = [
-        accuracy.Done(accuracy.Job("sst2", name, "", {}, [], Training(1, 1)), p, p, 1, 1.0)
-        for name, p in (("routing", right), ("probe", wrong))
-    ]
-    (row,) = accuracy.differences("sst2", finals, label)
-    assert row["points"] == pytest.approx(10)
-    assert 0 < row["low"] < 10 < row["high"] < 20
+def test_differences_are_those_of_the_same_texts_and_seeds():
+    right, wrong = np.ones((5, 100)), np.ones((5, 100))
+    wrong[:, :10] = 0
+    found = scoring.difference(right, wrong)
+    assert found["points"] == pytest.approx(10)
+    assert 3 < found["low"] < 10 < found["high"] < 17
+    generator = np.random.default_rng(0)  # paired: the same errors cancel
+    errors = generator.random((5, 100)) < 0.5
+    assert scoring.difference(errors, errors) == {"points": 0, "low": 0, "high": 0}
+    one_seed = np.ones((5, 100))
+    one_seed[0] = 0  # seeds differ, texts do not
+    found = scoring.difference(right, one_seed)
+    assert found["low"] < 5 < 20 < found["high"]
+
+
+def test_members_are_means_of_scores_of_three_seeds():
+    p = np.random.default_rng(0).dirichlet([1, 1, 1], (5, 4))  # [seeds, n_texts, n_cls]
+    found = scoring.members(p)
+    assert found.shape == (10, 4, 3)
+    np.testing.assert_allclose(found[0], np.log(p[:3]).mean(0), rtol=1e-5)
+
+
+def tiny(monkeypatch, tmp_path, data, *more):
+    """Run the whole race on made-up hidden states, in this process, and return the jobs that ran."""
+    splits, ran = {"train": data, "dev": data, "test": data}, []
+
+    class Here(accuracy.Workers):
+        def __init__(self, splits, options):
+            self.jobs, self.results, self.processes = self, queue.SimpleQueue(), []
+            self.state, self.limit, self.until = options.state, options.limit, options.until
+
+        def put(self, job):
+            if time.time() > self.until:
+                return self.results.put((job, "no time left"))
+            ran.append(job)
+            return self.results.put(accuracy.run_job(job, splits))
+
+    monkeypatch.setattr(accuracy, "load_splits", lambda *_: splits)
+    monkeypatch.setattr(accuracy, "Workers", Here)
+    heads = ("routing", "paper", "efficient probing", "mean of all", "logistic regression")
+    arguments = ["--short", "--tasks", "sst2", "--heads", *heads, "--device", "cpu", *more]
+    accuracy.main([*arguments, "--results", str(tmp_path), "--state", str(tmp_path / "state")])
+    return ran
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(accuracy, "GROWTH", 0)
+    paper = ("paper", [({"implementation": "reference", "n_hid": 3}, 0.3)])
+    monkeypatch.setitem(families.FAMILIES, "paper", paper)
+
+
+def test_the_race_resumes_and_tests_once_at_the_end(monkeypatch, tmp_path, data, small):
+    with pytest.raises(SystemExit, match=r"not finished, so nothing is tested:\nsst2: routing: 1 of 1 jobs"):
+        tiny(monkeypatch, tmp_path, data, "--minutes", "-1")
+    assert not (tmp_path / "accuracy.csv").exists()
+    ran = tiny(monkeypatch, tmp_path, data)
+    stages = [list(dict.fromkeys(job.stage for job in own)) for _, own in groupby(ran, lambda job: job.label)]
+    assert stages == [["search", "full", "final"]] * 5
+    assert not tiny(monkeypatch, tmp_path, data)  # everything is there
+    rows = pandas.read_csv(tmp_path / "accuracy.csv")
+    assert len(rows) == 5
+    assert rows.test.between(0.4, 1).all()
+    searched = pandas.read_csv(tmp_path / "accuracy_search.csv")
+    assert (searched[searched.stage == "full"].groupby("head").size() == 3).all()
+    assert "test" not in searched
+    differences = pandas.read_csv(tmp_path / "accuracy_differences.csv")
+    assert len(differences) == 4
+    assert (differences.members == 1).all()  # one seed has no mean of three
 
 
 def test_the_summary_tells_means_and_by_how_much_routing_is_ahead(tmp_path):
-    tests = {"probe": [0.80, 0.82, 0.84], "routing": [0.90, 0.91, 0.92], "routing, wide": [0.7, 0.7, 0.71]}
+    tests = {"probe": [0.80, 0.82, 0.84], "routing": [0.90, 0.91, 0.92]}
     rows = [{"task": "sst2", "head": head, "test": test} for head in tests for test in tests[head]]
-    rows += [{"task": "cifar10", "head": head, "test": 0.5 + k / 10} for head in ("a", OTHER) for k in (0, 1)]
     pandas.DataFrame(rows).to_csv(tmp_path / "accuracy.csv", index=False)
+    told = [
+        {"task": "sst2", "head": "probe", "members": n, "points": 9, "low": 8, "high": 10} for n in (1, 3)
+    ]
+    pandas.DataFrame(told).to_csv(tmp_path / "accuracy_differences.csv", index=False)
     accuracy.main(["--plot", "--results", str(tmp_path)])
     found = pandas.read_csv(tmp_path / "accuracy_summary.csv").set_index(["task", "head"])
-    assert [head for task, head in found.index if task == "sst2"] == ["routing", "probe", "routing, wide"]
+    assert [head for _, head in found.index] == ["routing", "probe"]
     probe = found.loc["sst2", "probe"]
-    assert (probe["mean"], probe.spread, probe.ahead) == pytest.approx((82, 2, 9))
-    # Welch: an error of sqrt((1 + 4) / 3), 2.94 degrees of freedom, of whose t 3.219 is the 97.5 % point.
-    assert (probe.low, probe.high) == pytest.approx((9 - 4.155, 9 + 4.155), abs=0.01)
+    assert (probe["mean"], probe.spread, probe.ahead, probe.low, probe.high) == pytest.approx(
+        (82, 2, 9, 8, 10)
+    )
     assert pandas.isna(found.loc["sst2", "routing"].ahead)
-    assert found.loc["cifar10", "a"].routing == OTHER
     assert (tmp_path / "accuracy.png").exists()

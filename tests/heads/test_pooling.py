@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 
-from vecroute.heads import HEADS, GatedMLP, PoolingHead, make_head
+from vecroute.heads import HEADS, GatedMLP, PoolingHead, ResidualMLP, make_head
 from vecroute.heads.pooling import Attention
 
 SIZES = {"d_emb": 12, "depth": 3, "n_cls": 4}
@@ -23,9 +23,30 @@ def hidden_states(*batch):
 
 
 def test_every_baseline_that_was_promised_has_a_name():
-    assert {"mean_last", "mean_all", "scalar_mix", "cls", "probe", "probe_4", "pma", "hopfield"} == set(
-        BASELINES
-    )
+    means = {"mean_last", "mean_all", "scalar_mix", "cls"}
+    assert means | {"probe", "probe_4", "efficient", "pma", "hopfield"} == set(BASELINES)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_baseline_takes_the_mlps_of_a_routing_head(name, gated):
+    head = make_head(name, seed=0, **SIZES, d_inp_mlp=5, d_mlp=7, gated=gated)
+    kind = GatedMLP if gated else ResidualMLP
+    assert (type(head.inputs), type(head.classify[0])) == (kind, kind)
+    assert (head.inputs.inner.out_features, head.classify[0].inner.out_features) == (5, 7)
+
+
+def test_efficient_probing_reads_a_part_of_the_values_with_each_query():
+    head, hidden = trained(make_head("efficient", seed=0, **SIZES, n_queries=3)), hidden_states(2)
+    pool, x = head.pool, hidden.flatten(1, 2)
+    weights = (x @ pool.queries.T / 12**0.5).softmax(1)  # [b, i, q]
+    values = (x @ pool.W_V.T).unflatten(-1, (3, 4))  # [b, i, q, k]
+    expected = torch.einsum("biq,biqk->bqk", weights, values).flatten(1)
+    torch.testing.assert_close(pooled(head, hidden), pool.normalize(expected))
+    count = sum(p.numel() for p in pool.parameters())
+    assert count < 0.5 * sum(p.numel() for p in make_head("probe", seed=0, **SIZES).pool.parameters())
+    with pytest.raises(ValueError, match="n_queries must divide d_emb=12, got 5"):
+        make_head("efficient", seed=0, **SIZES, n_queries=5)
 
 
 @pytest.mark.parametrize("name", BASELINES)

@@ -9,6 +9,7 @@ from torch import nn
 from vecroute.heads.inputs import GatedMLP, ResidualMLP
 from vecroute.heads.pooling import (
     AttentivePool,
+    EfficientPool,
     FirstPosition,
     HopfieldPool,
     MeanPool,
@@ -23,6 +24,7 @@ __all__ = [
     "CHOOSING",
     "HEADS",
     "AttentivePool",
+    "EfficientPool",
     "FirstPosition",
     "GatedMLP",
     "HopfieldPool",
@@ -46,13 +48,14 @@ HEADS: dict[str, Callable[..., nn.Module]] = {
     "cls": PoolingHead.first_position,
     "probe": PoolingHead.probe,
     "probe_4": PoolingHead.probe_4,
+    "efficient": PoolingHead.efficient,
     "pma": PoolingHead.pma,
     "hopfield": PoolingHead.hopfield,
 }
 
 # Heads that weight each hidden state. Training drops random hidden states for these heads only. The other
 # heads take means or read one position.
-CHOOSING = ("routing", "wide", "paper", "probe", "probe_4", "pma", "hopfield")
+CHOOSING = ("routing", "wide", "paper", "probe", "probe_4", "efficient", "pma", "hopfield")
 
 
 def make_head(name: str, *, seed: int, **options: Any) -> nn.Module:

@@ -28,7 +28,7 @@ class PoolingHead(Head):
             size.
         d_inp_mlp: width of the MLP for each hidden state, 0 for no MLP.
         d_mlp: width of the MLP after the pool, 0 for no MLP.
-        gated: True to use a ``GatedMLP`` for each hidden state, False to use a ``ResidualMLP``.
+        gated: True to use ``GatedMLP``, False to use ``ResidualMLP``, as in ``RoutingHead``.
 
     Shapes:
         hidden_states [..., n_pos, depth, d_emb], input_mask [..., n_pos] or [..., n_pos, depth]
@@ -59,7 +59,7 @@ class PoolingHead(Head):
         self.inputs = mlp(d_emb, d_inp_mlp) if d_inp_mlp else nn.Identity()
         self.pool = pool
         self.classify = nn.Sequential(
-            *([ResidualMLP(d_pool, d_mlp), nn.LayerNorm(d_pool)] if d_mlp else []), nn.Linear(d_pool, n_cls)
+            *([mlp(d_pool, d_mlp), nn.LayerNorm(d_pool)] if d_mlp else []), nn.Linear(d_pool, n_cls)
         )
 
     def flatten(
@@ -127,6 +127,14 @@ class PoolingHead(Head):
         """Use an attentive probe with four queries."""
         options = {"n_queries": 4, "d_mlp": d_emb} | options
         return cls.probe(d_emb=d_emb, depth=depth, n_cls=n_cls, **options)
+
+    @classmethod
+    def efficient(
+        cls, *, d_emb: int, depth: int, n_cls: int, n_queries: int | None = None, **options: Any
+    ) -> "PoolingHead":
+        """Use Efficient Probing: many queries without keys, each with its own part of the values."""
+        pool = EfficientPool(d_emb, n_queries)
+        return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, pool=pool, **options)
 
     @classmethod
     def pma(
@@ -255,6 +263,34 @@ class AttentivePool(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         found = self.attention(x.flatten(-3, -2), mask.flatten(-2))  # [..., q, d]
         return self.normalize(found).flatten(-2)  # [..., q d]
+
+
+class EfficientPool(nn.Module):
+    """Efficient Probing: out_q = W_V_q sum_i softmax_i(beta query_q . x_i) x_i, concatenated: [..., d].
+
+    W_V_q are d / n_queries rows of one matrix [d, d], so all results together have size d. There are no keys
+    and no output matrix: the pool has n_queries d + d d parameters, less than half of ``AttentivePool``.
+    """
+
+    def __init__(self, d: int, n_queries: int | None = None):
+        super().__init__()
+        check_size("d_emb", d)
+        n_queries = n_queries or next(n for n in (32, 24, 16, 12, 8, 6, 4, 3, 2, 1) if d % n == 0)
+        check_size("n_queries", n_queries)
+        if d % n_queries:
+            raise ValueError(f"n_queries must divide d_emb={d}, got {n_queries}")
+        self.d_pool, self.beta = d, 1 / math.sqrt(d)
+        self.queries = nn.Parameter(torch.randn(n_queries, d))  # [q, d]
+        self.W_V = nn.Parameter(torch.randn(d, d) / math.sqrt(d))  # [d, d]
+        self.normalize = nn.LayerNorm(d)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x, mask = x.flatten(-3, -2), mask.flatten(-2)  # [..., i, d], [..., i]
+        scores = self.beta * (self.queries @ x.mT)  # [..., q, i]
+        scores = scores.masked_fill(~mask[..., None, :], torch.finfo(scores.dtype).min)  # [..., q, i]
+        means = scores.softmax(-1).to(x.dtype) @ x  # [..., q, d]
+        W_V = self.W_V.unflatten(0, (len(self.queries), -1))  # [q, k, d]
+        return self.normalize(torch.einsum("...qd,qkd->...qk", means, W_V).flatten(-2))  # [..., d]
 
 
 class SetPool(nn.Module):
