@@ -1,12 +1,12 @@
 """Routing against self-attention, as in the paper: ``python benchmarks/attention.py``.
 
-VectorRouting with n_inp = n_out = N, d_inp = d_out = 1024 and 2 iterations, beside nn.TransformerEncoderLayer
-with 8 heads, dim_feedforward 2048, no dropout and PyTorch's fused attention, over N vectors of that size:
-parameters, peak memory, time of forward and of forward + backward, in the same precision, launched kernel by
-kernel (eager) and, on a GPU, each pass captured as one CUDA graph.
+It compares VectorRouting with n_inp = n_out = N, d_inp = d_out = 1024 and 2 iterations with an
+nn.TransformerEncoderLayer over N vectors of that size (8 heads, dim_feedforward 2048, no dropout, PyTorch's
+fused attention). It measures parameters, peak memory, and the time of forward and of forward + backward in
+the same precision: launched kernel by kernel (eager), and on a GPU with each pass as one CUDA graph.
 
-Rows are appended to attention.csv; to attention_crossovers.csv, for each quantity, up to which N the routing
-needs less.
+Rows are appended to attention.csv. attention_crossovers.csv gets, for each quantity, the N up to which
+routing needs less.
 """
 
 import argparse
@@ -49,10 +49,11 @@ def measure(n: int, name: str, mode: str, options: argparse.Namespace) -> list[d
 
 
 def crossovers(rows: list[dict]) -> list[dict[str, object]]:
-    """For each quantity the N up to which a routing needs less than the encoder layer, by powers in between.
+    """Return for each quantity the N up to which routing needs less than the encoder layer.
 
-    ``from_N`` is the shortest length measured at which it does. ``relation`` is "at", or "above" if it still
-    does at the longest length, or "never".
+    Between two measured lengths, quantities are interpolated as powers of N. ``from_N`` is the shortest
+    measured length at which routing needs less. ``relation`` is "at", "above" if it still needs less at the
+    longest length, or "never".
     """
     kinds = dict.fromkeys((row["model"], row["mode"], row["launch"]) for row in rows)
     table = {kind: {row["N"]: row for row in rows if of_kind(row, kind)} for kind in kinds}

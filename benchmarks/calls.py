@@ -1,4 +1,4 @@
-"""What one forward + backward costs: host time, whole time, captured time, kernels, Python calls."""
+"""Measure one forward + backward: host time, whole time, captured time, kernels, Python calls."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import vecroute as vr
 
 WARM_UP = 30  # calls before any timing: Python 3.12 speeds up code that it has seen some twenty times
-MOST_CALLS = 50  # that one figure takes
+MOST_CALLS = 50  # calls per figure at most
 PACKAGE = str(Path(vr.__file__).parent)
 # Python 3.12 inlines comprehensions, so counts of different versions agree only without them.
 NOT_FUNCTIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
@@ -25,11 +25,11 @@ NOT_FUNCTIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 @dataclass
 class Call:
-    """Forward + backward of a model, as a step of training makes it: every gradient is None before.
+    """Forward + backward of a model, as in a training step: every gradient is None before.
 
     Args:
-        given: what the model takes besides x_inp: masks or cu_seqlens.
-        grad: gradient of the output, drawn on the first call.
+        given: further arguments of the model: masks or cu_seqlens.
+        grad: gradient of the output, drawn in the first call.
     """
 
     model: nn.Module
@@ -56,7 +56,7 @@ class Call:
 
 
 def seeded(seed: int, device: str = "cpu") -> torch.Generator:
-    """A generator of its own: a capture that fails can leave PyTorch's CUDA generator unusable."""
+    """Return a generator of its own: a capture that fails can leave PyTorch's CUDA generator unusable."""
     return torch.Generator(device).manual_seed(seed)
 
 
@@ -64,7 +64,7 @@ def seeded(seed: int, device: str = "cpu") -> torch.Generator:
 
 
 def lengths_of(batch: int, n: int, shortest: float) -> Tensor:
-    """The number of vectors of each sample, from ``shortest * n`` to n."""
+    """Return the number of vectors of each sample, from ``shortest * n`` to n."""
     return torch.randint(max(1, round(shortest * n)), n + 1, (batch,), generator=seeded(0))
 
 
@@ -86,7 +86,7 @@ def synchronize(device: str) -> None:
 
 
 def host_times(runs: Sequence[common.Run], device: str) -> list[float]:
-    """Time until each call returns. The GPU is idle before the call; the clock does not wait for it after."""
+    """Return the time until each call returns. The GPU is idle before; the clock does not wait for it."""
     times = []
     for run in runs:
         synchronize(device)
@@ -98,7 +98,7 @@ def host_times(runs: Sequence[common.Run], device: str) -> list[float]:
 
 
 def whole_times(runs: Sequence[common.Run], device: str) -> list[float]:
-    """Time from the end of one call to the end of the next, with calls queued back to back."""
+    """Return the time from the end of one call to the end of the next, with calls queued back to back."""
     synchronize(device)
     marks = [common.now(device)]
     for run in runs:
@@ -108,7 +108,7 @@ def whole_times(runs: Sequence[common.Run], device: str) -> list[float]:
 
 
 def n_calls(run: common.Run, device: str, seconds: float, least: int) -> int:
-    """How many calls a figure takes, ``least`` or more in about ``seconds``; warms up first."""
+    """Warm up, and return the number of calls for a figure: ``least`` or more, in about ``seconds``."""
     for _ in range(WARM_UP):
         run()
     once = median(whole_times([run] * 3, device))
@@ -120,7 +120,7 @@ def host_columns(times: list[float]) -> dict[str, float]:
 
 
 def figures(run: common.Run, device: str, seconds: float, least: int) -> dict[str, float]:
-    """Host and whole time of a call. On the CPU they are the same."""
+    """Return host and whole time of a call. On the CPU they are the same."""
     runs = [run] * n_calls(run, device, seconds, least)
     whole = whole_times(runs, device)
     host = host_times(runs, device) if common.is_cuda(device) else whole
@@ -128,7 +128,7 @@ def figures(run: common.Run, device: str, seconds: float, least: int) -> dict[st
 
 
 def captured_ms(call: Call, seconds: float, least: int) -> float | None:
-    """Whole time of the call as a CUDA graph. Prints why and gives None if the call cannot be captured."""
+    """Return the whole time of the call as a CUDA graph; None, with a printed reason, if capture fails."""
     stream = torch.cuda.current_stream()
     try:
         replay = common.captured(call)
@@ -139,7 +139,7 @@ def captured_ms(call: Call, seconds: float, least: int) -> float | None:
         return None
     finally:
         torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
-        with suppress(RuntimeError):  # takes the error that a failed capture may leave behind
+        with suppress(RuntimeError):  # clears the error that a failed capture may leave behind
             torch.cuda.synchronize()
 
 
@@ -151,7 +151,7 @@ def first_line(error: Exception) -> str:
 
 
 def count_kernels(run: common.Run) -> dict[str, int]:
-    """Kernels of one call on the GPU, and its copies and fills (memcpy, memset).
+    """Count the kernels of one call on the GPU, and its copies and fills (memcpy, memset).
 
     Call it after all timing: CUPTI, which the profiler uses, can slow down later launches.
     """
@@ -196,7 +196,7 @@ def is_ours(code: CodeType) -> bool:
 
 
 def traced(call: Call) -> Trace:
-    """The Python calls of one forward + backward, after one that sets things up."""
+    """Return the Python calls of one forward + backward, after one that sets things up."""
     call()
     trace = Trace()
     sys.setprofile(trace)
@@ -204,7 +204,7 @@ def traced(call: Call) -> Trace:
         x_out = call.forward()
     finally:
         sys.setprofile(None)
-    # A profile function belongs to a thread, and on a GPU backward has a thread of its own.
+    # A profile function belongs to a thread, and on a GPU the backward pass runs in its own thread.
     x_out.register_hook(lambda grad: sys.setprofile(trace))
     last = torch.ones(1, device=call.device, requires_grad=True) * 1
     last.register_hook(lambda grad: sys.setprofile(None))

@@ -1,14 +1,14 @@
-"""What a call costs as people make it: ``python benchmarks/eager.py [--against heinsen_routing.py]``.
+"""Measure the cost of an ordinary, eager call: ``python benchmarks/eager.py [--against heinsen_routing.py]``.
 
 Forward + backward, launched kernel by kernel (eager). host_ms is the time until the Python call returns,
 with the GPU idle before it; whole_ms is the time from the end of one call to the end of the next, back to
 back. captured_ms is the whole time of the same call as one CUDA graph. All are medians of 20 calls or more.
 On the CPU, host_ms equals whole_ms and captured_ms is empty.
 
-The official layer has no masks and no packed samples. There, speedup compares with the official layer on
-the same batch, padded, without a mask.
+The official layer has no masks and no packed samples. For these kinds of input, speedup compares with the
+official layer on the same batch, padded, without a mask.
 
-Rows are appended to eager.csv when all cases are done. ``--cases`` cuts a run into parts.
+Rows are appended to eager.csv when all cases are done. ``--cases`` runs only some cases.
 """
 
 import argparse
@@ -30,7 +30,15 @@ import vecroute as vr
 SIZES = ("batch", "n_inp", "n_out", "d_inp", "d_out", "n_iters", "variable")
 TIMES = ("host_ms", "host_mean_ms", "whole_ms", "captured_ms")
 COUNTS = ("kernels", "copies", "speedup", "graphs", "calls", "jumps")
-COLUMNS = ("case", *SIZES, "mode", "kind", "implementation", *TIMES, *COUNTS)  # then those of common.about
+COLUMNS = (
+    "case",
+    *SIZES,
+    "mode",
+    "kind",
+    "implementation",
+    *TIMES,
+    *COUNTS,
+)  # followed by the columns of common.about
 
 
 def variable(batch: int, n_inp: int, n_out: int, d_inp: int = 1024, d_out: int | None = None) -> Case:
@@ -68,7 +76,7 @@ LAYERS = {
 # Kinds of input: plain (all vectors), masked (a batch padded at its ends) and packed (no padding).
 KINDS = dict.fromkeys(("text", "image64", "head4"), ("plain", "masked", "packed"))
 KINDS["packed64"] = ("masked", "packed")
-SHORTEST = {"packed64": 0.05}  # the least share of n_inp that a masked or packed sample has; 0.1 elsewhere
+SHORTEST = {"packed64": 0.05}  # shortest masked or packed sample, as a share of n_inp; 0.1 in other cases
 LENGTHS = variable(8, 450, 16, 384)  # and 200 lengths from 50 to 449
 HEADS = ((32, 48, 7, 384), (16, 128, 25, 1024))  # batch, positions, depths, size of the hidden states
 CASES = (*LAYERS, "lengths", "heads", "trace")
@@ -76,7 +84,7 @@ CASES = (*LAYERS, "lengths", "heads", "trace")
 
 @dataclass
 class Measured:
-    """A row, and how to build its call again to capture it or to count kernels; None if that is not due."""
+    """A row, and a function that builds its call again, to capture it or count kernels (else None)."""
 
     row: dict[str, object]
     build: Callable[[], Call] | None = None
@@ -126,7 +134,7 @@ def layer_call(
 
 
 def head_call(name: str, shape: tuple[int, int, int, int], mode: str, options: argparse.Namespace) -> Call:
-    """A head on the hidden states of a frozen encoder, which need no gradient, with a mask of positions."""
+    """Return a call of a head on hidden states of a frozen encoder, with a mask of positions."""
     batch, n_pos, depth, d = shape
     size = {"d_emb": d, "depth": depth, "n_cls": 2}
     if name == "routing":
@@ -144,7 +152,7 @@ def head_call(name: str, shape: tuple[int, int, int, int], mode: str, options: a
 
 
 def measure(build: Callable[[], Call], options: argparse.Namespace, *, capture: bool = True) -> dict:
-    """Host, whole and, on a GPU, captured time."""
+    """Measure host time, whole time and, on a GPU, captured time."""
     timing = options.seconds, least_calls(options)
     row = calls.figures(build(), options.device, *timing)
     if capture and common.is_cuda(options.device):
@@ -157,7 +165,7 @@ def implementations(options: argparse.Namespace) -> list[str]:
 
 
 def layers(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measured]:
-    """Every implementation on every kind of input. Packed calls are captured at the very end of a run."""
+    """Measure every implementation on every kind of input. Packed calls are captured at the end of a run."""
     for case in LAYERS[name]:
         case = shortened(case) if options.short else case
         official_ms = None
@@ -181,7 +189,7 @@ def layers(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measur
 
 
 def lengths(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measured]:
-    """One length again and again, then many others in turn, twice. For those, n_inp is the longest."""
+    """Measure one length repeatedly, then many other lengths in turn, twice. Their n_inp is the longest."""
     case = shortened(LENGTHS) if options.short else LENGTHS
     drawn = range(case.n_inp // 9, case.n_inp)
     repeated, *others = random.Random(0).sample(drawn, 9 if options.short else 201)
@@ -200,7 +208,7 @@ def lengths(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measu
 
 
 def sweeps(call: Call, lengths: list[int]) -> dict[str, dict[str, float]]:
-    """Host time of the first sweep over all lengths, host and whole time of the second."""
+    """Return the host time of the first sweep over all lengths, and host and whole time of the second."""
     call()  # draws the gradient of the output, which all calls share
     batch, _, d = call.x_inp.shape
     runs = [
@@ -213,7 +221,7 @@ def sweeps(call: Call, lengths: list[int]) -> dict[str, dict[str, float]]:
 
 
 def heads(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measured]:
-    """The default routing head beside attentive probes; compiled too, in the first mode of a run."""
+    """Yield the default routing head beside attentive probes; compiled too, in the first mode of a run."""
     for shape in HEADS:
         batch, n_pos, depth, d = (3, 8, 3, 24) if options.short else shape
         columns = sizes(Case(n_pos * depth, 2, d, 1, variable=True, batch=batch))
@@ -228,7 +236,7 @@ def heads(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measure
 
 
 def compiled(call: Call, options: argparse.Namespace) -> dict[str, object]:
-    """Times of the compiled head, and how many graphs torch.compile made for five numbers of positions."""
+    """Return times of the compiled head, and the number of graphs that five numbers of positions need."""
     torch.compiler.reset()
     counters.clear()
     backend = "inductor" if common.is_cuda(options.device) else "aot_eager"
@@ -243,13 +251,13 @@ def compiled(call: Call, options: argparse.Namespace) -> dict[str, object]:
             "graphs": graphs,
             **calls.figures(call, options.device, options.seconds, least_calls(options)),
         }
-    except Exception as error:  # compilers raise errors of many types, and other cases can go on
+    except Exception as error:  # compilers raise errors of many types, and the other cases should still run
         print(f"heads: torch.compile fails: {type(error).__name__}: {calls.first_line(error)}", flush=True)
         return {}
 
 
 def trace(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measured]:
-    """Python calls of one forward + backward of the text case."""
+    """Count the Python calls of one forward + backward of the text case."""
     case = TEXT if common.is_cuda(options.device) and not options.short else shortened(TEXT)
     implementation = implementations(options)[-1]
     found = calls.traced(layer_call(case, implementation, mode, options))
@@ -265,7 +273,7 @@ def modes(options: argparse.Namespace) -> list[str]:
 
 
 def finish(measured: list[Measured], options: argparse.Namespace) -> None:
-    """What may disturb other measurements: captures that may fail, then the profiler."""
+    """Run measurements that may disturb others: captures that may fail, then the profiler."""
     if not common.is_cuda(options.device):
         return
     for each in measured:
@@ -307,7 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
                         measured.append(each)
                         report(each.row)
         finish(measured, options)
-    finally:  # also what was measured before an error
+    finally:  # rows measured before an error are written too
         if measured:
             common.append(options.results / "eager.csv", [each.row for each in measured])
 

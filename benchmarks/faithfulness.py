@@ -45,7 +45,7 @@ def fit(task: str, seed: int, options: Any) -> None:
 
 
 def readers(task: str, options: Any) -> list[Reader]:
-    """The fitted classifiers, one for each seed."""
+    """Return the fitted classifiers, one for each seed."""
     found = []
     for seed in options.seeds:
         if options.fit:
@@ -127,7 +127,7 @@ def make_summary(results: Path) -> None:
 
 
 def measures(rows: pandas.DataFrame) -> list[str]:
-    """The columns of numbers that are measured."""
+    """Return the columns of numbers that are measured."""
     first, last = rows.columns.get_loc("seconds"), rows.columns.get_loc("device")
     return list(rows.columns[first:last])
 
@@ -162,7 +162,7 @@ def bars(axis: Any, own: pandas.DataFrame) -> None:
 
 
 def measured(results: Path, about: dict[str, Any]) -> set[tuple]:
-    """The task, seed, text and method of the rows that this device has already."""
+    """Return the task, seed, text and method of the rows that this device has already."""
     path = results / "words_texts.csv"
     if not path.exists():
         return set()
@@ -172,7 +172,7 @@ def measured(results: Path, about: dict[str, Any]) -> set[tuple]:
 
 
 def rows_of(reader: Reader, texts: list[str], methods: list[str], options: Any) -> list[dict[str, Any]]:
-    """The rows of some texts, with the normalised measures of those that are short enough for them."""
+    """Return the rows of some texts, with the normalised measures of those that are short enough for them."""
     rows = measure(reader, texts, methods, leave_one_out=not options.no_leave_one_out)
     empty = {"comprehensiveness_normalized": None, "sufficiency_normalized": None}
     rows = [row | empty for row in rows]

@@ -1,4 +1,4 @@
-"""The least that a routing can cost: products, bytes and memory of Algorithm 2, streamed over the inputs.
+"""Lower bounds of a routing: products, bytes and memory of Algorithm 2, streamed over the inputs.
 
 In comments n, m, d, h = n_inp, n_out, d_inp, d_out and T = n_iters; a multiplication and an addition are two
 FLOPs. Work that does not grow with n m d, m d h or the size of a tensor read or written is left out.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """The sizes of one routing; batch = 0 stands for no batch dimension."""
+    """The sizes of one routing. batch = 0 means no batch dimension."""
 
     n_inp: int = 100
     n_out: int = 100
@@ -25,7 +25,7 @@ class Case:
 
     @property
     def n_vectors(self) -> int:
-        """Input vectors of all samples."""
+        """Number of input vectors of all samples."""
         return max(self.batch, 1) * self.n_inp
 
     @property
@@ -42,17 +42,17 @@ class Case:
 
 
 def parameters_per_pair(case: Case) -> int:
-    """Elements of beta_use, beta_ign, W_S and B_S; none of them has an index i in the variable case."""
+    """Count the elements of beta_use, beta_ign, W_S and B_S. With variable length, none has an index i."""
     return 0 if case.variable else 4 * case.n_inp * case.n_out
 
 
 def parameters_per_input(case: Case) -> int:
-    """Elements of W_A and B_A."""
+    """Count the elements of W_A and B_A."""
     return (1 if case.variable else case.n_inp) * (case.d_inp + 1)
 
 
 def parameters_rest(case: Case) -> int:
-    """Elements of all others: F, G, and in the variable case the linear maps to the betas, W_S and B_S."""
+    """Count all other elements: F, G, and with variable length the linear maps to the betas, W_S and B_S."""
     m, d, h = case.n_out, case.d_inp, case.d_out
     return 3 * m * d + m * h + 2 * d * h + (2 * (d + 1) * m + 2 * m if case.variable else 0)
 
@@ -62,32 +62,33 @@ def parameters(case: Case) -> int:
 
 
 def flops(case: Case, *, kept: bool = False) -> tuple[int, int]:
-    """FLOPs of forward and of backward.
+    """Return the FLOPs of forward and of backward.
 
     Args:
-        kept: forward leaves z and the betas, n m each, to the backward and to later iterations. If not, each
-            pass computes them anew; the first iteration then needs only a combination of the two betas.
+        kept: True if the forward pass stores z and the betas, n m each, for the backward pass and later
+            iterations. Otherwise each pass computes them again, and the first iteration needs only one
+            combination of the two betas.
     """
     later = case.n_iters - 1
     # y = phi x in each iteration; z = x x_hat in all but the first.
     forward = 2 * case.n_iters + 2 * later
-    # Per iteration grad_phi and a share of grad_x; in all but the first z, grad_x_hat, a share of grad_x.
+    # Each iteration: grad_phi and a term of grad_x. All but the first: also z, grad_x_hat, a term of grad_x.
     backward = 4 * case.n_iters + (4 if kept else 6) * later
     if case.variable and kept and later:
         forward += 4  # two betas, once
-        backward += 8  # gradients of their weights, and what they add to grad_x
+        backward += 8  # gradients of their weights, and their terms of grad_x
     elif case.variable:
         forward += 2 + 4 * later
         backward += 6 + 12 * later
     n_m_d = case.n_vectors * case.n_out * case.d_inp
-    # F in each iteration, G in all but the first; backward, the gradients of input and weight of each.
+    # F in each iteration, G in all but the first. Backward: gradients of the input and the weight of each.
     m_d_h = max(case.batch, 1) * case.n_out * case.d_inp * case.d_out
     small = 2 * case.n_iters + 2 * later
     return forward * n_m_d + small * m_d_h, backward * n_m_d + 2 * small * m_d_h
 
 
 def elements(case: Case) -> tuple[int, int]:
-    """Elements moved to and from memory by forward and by backward."""
+    """Return the elements that forward and backward move to and from memory."""
     x = case.n_vectors * case.d_inp
     x_out = max(case.batch, 1) * case.n_out * case.d_out
     per_pair, once = parameters_per_pair(case), parameters_per_input(case) + parameters_rest(case)
@@ -97,7 +98,7 @@ def elements(case: Case) -> tuple[int, int]:
 
 
 def memory(case: Case) -> tuple[int, int]:
-    """Elements that must live in forward and in forward + backward: inputs, parameters; their gradients."""
+    """Return the elements that must be in memory: inputs and parameters; with backward also gradients."""
     forward = case.n_vectors * case.d_inp + parameters(case)
     return forward, 2 * forward
 
@@ -105,7 +106,7 @@ def memory(case: Case) -> tuple[int, int]:
 def floor_ms(
     case: Case, *, flops_per_s: float, bytes_per_s: float, element_size: int = 4
 ) -> tuple[float, float]:
-    """Milliseconds of forward and of forward + backward on a device that only multiplies or only copies."""
+    """Return the ms of forward and of forward + backward on a device that only multiplies or only copies."""
     forward, backward = (
         1000 * max(work / flops_per_s, moved * element_size / bytes_per_s)
         for work, moved in zip(flops(case), elements(case), strict=True)

@@ -1,9 +1,9 @@
-"""What heads cost: ``python benchmarks/heads.py [--against heinsen_routing.py]``.
+"""Measure the cost of heads: ``python benchmarks/heads.py [--against heinsen_routing.py]``.
 
 On a GPU: a small routing, the paper's head for text, and the first routing of its head for images, launched
 kernel by kernel (eager), and each pass captured as one CUDA graph. On the CPU: sizes of a small encoder.
-Beside the times: the memory on top of inputs, parameters and gradients, and the share of the matmul rate,
-measured in the same run, that the products of forward + backward reach.
+In addition to times, it measures the memory on top of inputs, parameters and gradients. It also measures
+which share of the matmul rate in the same run the products of forward + backward reach.
 
 Rows are appended to heads.csv.
 """
@@ -55,7 +55,7 @@ def head_and_input(
 
 
 def measure(cases: list[Case], mode: str, options: argparse.Namespace) -> list[dict[str, object]]:
-    """One row of figures for each implementation, eager and, on a GPU, captured."""
+    """Return one row of figures for each implementation, eager and, on a GPU, captured."""
     device = options.device
     builds = {
         name: partial(head_and_input, cases, name, options, mode)
@@ -72,7 +72,7 @@ def measure(cases: list[Case], mode: str, options: argparse.Namespace) -> list[d
             for name, build in builds.items()
         }
         runs = {(*key, which): run for key, (_, _, runs) in heads.items() for which, run in runs.items()}
-        # The large product takes its turns with the rest: what else the machine does weighs on all alike.
+        # The large product alternates with the other runs, so that other load affects all of them equally.
         product, product_flops = common.matmul(mode, device)
         ms = common.time_ms({**runs, "matmul": product}, device, options.seconds)
     flops_per_s = 1000 * product_flops / ms["matmul"]
@@ -91,7 +91,7 @@ def measure(cases: list[Case], mode: str, options: argparse.Namespace) -> list[d
 
 
 def speedups(ms: dict, name: str, launch: str) -> dict[str, float | None]:
-    """Over the official implementation launched alike, and over the official one launched eagerly."""
+    """Return the speedup over the official code launched in the same way, and over its eager launch."""
     official = {"speedup": launch, "speedup_over_eager": "eager"}
     return {
         f"{which}_{column}": ms["official", way, which] / ms[name, launch, which]

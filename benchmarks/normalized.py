@@ -27,7 +27,7 @@ def aopc(judge: Judge, order: Tensor) -> float:
 
 
 def bounds(judge: Judge, width: int = WIDTH) -> tuple[float, float]:
-    """The lowest and the highest ``aopc`` of any order, as far as beam search finds them."""
+    """Return the lowest and the highest ``aopc`` of any order, as far as beam search finds them."""
     return _search(judge, width, best=False), _search(judge, width, best=True)
 
 

@@ -36,7 +36,7 @@ class Planted(NamedTuple):
 
 
 def plant(sentence: str, words: list[str], rng: random.Random) -> str:
-    """The sentence with each word at a random place."""
+    """Return the sentence with each word at a random place."""
     parts = sentence.split()
     for word in words:
         parts.insert(rng.randint(0, len(parts)), word)

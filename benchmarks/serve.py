@@ -51,7 +51,7 @@ def server(model: Path, *options: str) -> Iterator[tuple[int, int]]:
 
 
 def load(port: int, texts: list[str], clients: int, seconds: float, path: str = "/predict") -> Load:
-    """The load of so many clients, from a process of its own."""
+    """Measure the load of ``clients`` clients, from a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(run_clients, port, texts, clients, seconds, path).result()
 
@@ -109,7 +109,7 @@ def resident_mb(pid: int, key: str = "VmRSS") -> float:
 
 
 def fitted(folder: Path) -> Path:
-    """A classifier on MiniLM, fitted on a few sentences: how good it is does not matter here."""
+    """Return a classifier on MiniLM, fitted on a few sentences: how good it is does not matter here."""
     from vecroute.classifier import RoutingClassifier
     from vecroute.demo import sentence_polarity
 

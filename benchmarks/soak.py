@@ -51,7 +51,7 @@ async def send(port: int, data: bytes, wait: float = 0.0) -> None:
 
 
 def refused(path: str, body: bytes, *expected: int) -> Callable[[int], Awaitable[str | None]]:
-    """A request that must be refused with one of some codes."""
+    """Return a request that must be refused with one of some codes."""
 
     async def attack(port: int) -> str | None:
         status, answer = await ask(port, path, body)
@@ -136,7 +136,7 @@ async def warm_up(port: int) -> None:
 
 
 def known_answers(model: Path, n: int) -> dict[str, list[float]]:
-    """The probabilities of some texts, from the classifier itself."""
+    """Return the probabilities of some texts, from the classifier itself."""
     from vecroute.classifier import RoutingClassifier
     from vecroute.demo import sentence_polarity
 

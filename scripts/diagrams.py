@@ -1,4 +1,4 @@
-"""The diagrams of docs/architecture.md, made from imports and from a profile."""
+"""Draw the diagrams of docs/architecture.md from imports and from a profile of a call."""
 
 import ast
 import sys
@@ -8,13 +8,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "vecroute"
 WIDTH, ROW, BOX = 720, 84, (104, 34)
-DEPTH = 9  # how far down the diagram of a call goes
-# Small helpers that every step calls would hide the steps.
+DEPTH = 9  # deepest level in the diagram of a call
+# Leave out small helpers, which every step calls and which would hide the steps.
 HELPERS = ("ops/checks.py", "ops/common.py", "ops/launch.py", "ops/problem.py", "ops/chunks.py")
 
 
 def imports() -> dict[str, set[str]]:
-    """Which package or module of vecroute imports which others."""
+    """Return the packages that each package or module of vecroute imports."""
     found: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -30,7 +30,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def rows(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Packages by how far they are above the lowest, which imports none of the others."""
+    """Group packages by height: the lowest row imports none of the others."""
     height: dict[str, int] = {}
 
     def of(name: str) -> int:
@@ -44,7 +44,7 @@ def rows(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def packages() -> str:
-    """An SVG: a box for each package, a line for each import that does not follow from others."""
+    """Draw an SVG: a box for each package, a line for each import that other imports do not imply."""
     graph = imports()
     layers = rows(graph)
     place = {}
@@ -72,7 +72,7 @@ def packages() -> str:
 
 
 def reached(graph: dict[str, set[str]], name: str) -> set[str]:
-    """Everything that a package imports, directly or through others."""
+    """Return everything that a package imports, directly or through others."""
     found = set(graph[name])
     for target in graph[name]:
         found |= reached(graph, target)
@@ -80,14 +80,14 @@ def reached(graph: dict[str, set[str]], name: str) -> set[str]:
 
 
 def call() -> str:
-    """A list of the functions that a forward and a backward of a small layer call, as a block of text."""
+    """List the functions that forward and backward of a small layer call, as a block of text."""
     import torch
 
     import vecroute as vr
 
     layer = vr.VectorRouting(n_inp=None, n_out=4, d_inp=8, d_out=8)
     x_inp = torch.randn(2, 50, 8, requires_grad=True)
-    layer(x_inp).sum().backward()  # what is made once, such as the plan's cache, is made
+    layer(x_inp).sum().backward()  # one-time work, such as making the plan, happens here
     seen: list[tuple[int, str]] = []
     stack: list[bool] = []
 

@@ -38,7 +38,7 @@ OPTIONS = {"max_epochs": 2, "batch_size": 32, "mixup": 0.2, "device": "cpu", "ve
 
 
 def work(encoder: str, place: Path) -> None:
-    """Everything that writes: hidden states, checkpoints, a folder, and the same folder once more."""
+    """Write hidden states, checkpoints, a folder, and the same folder again."""
     loop.CHECKPOINT_SECONDS = 0.0
     cache.SEGMENT_BYTES = 4_000  # many small segments
     classifier = vr.RoutingClassifier(
@@ -50,7 +50,7 @@ def work(encoder: str, place: Path) -> None:
 
 
 def in_a_fork(encoder: str, place: Path, limit: int | None, kill_after: float | None) -> str:
-    """Do the work in a process of its own: how it ended."""
+    """Do the work in a new process, and return how it ended."""
     pid = os.fork()
     if pid == 0:
         torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def look(place: Path, expected: dict[str, torch.Tensor]) -> str:
-    """What is left of the folder: nothing, the first or the second; anything else is raised."""
+    """Return the state of the folder: nothing, the first or the second model. Raise for anything else."""
     if not (place / "model").exists():
         return "no folder"
     found = vr.RoutingClassifier.from_pretrained(place / "model")  # raises if it is damaged

@@ -1,10 +1,10 @@
-"""Write the lock files: exact versions and sha256 sums of every package, those that others need included.
+"""Write the lock files: exact versions and sha256 sums of all packages, including indirect dependencies.
 
     python scripts/lock.py                                        # locks/all.txt
     python scripts/lock.py --torch wheels/torch-2.13.0+cpu-....whl    # locks/cpu.txt
 
-``locks/all.txt`` is for every platform, with torch as the package index has it. ``locks/cpu.txt`` is for the
-Python and the platform that run this, with the wheel of torch for CPUs, which the index does not have.
+``locks/all.txt`` is for every platform, with torch from the package index. ``locks/cpu.txt`` is for the
+Python and the platform that run this script, with the CPU wheel of torch, which the index does not have.
 Both follow constraints.txt. `make release-check` installs one of them into an empty environment.
 """
 
@@ -29,7 +29,7 @@ def compile_lock(name: str, *options: str) -> None:
     given = ["pyproject.toml", "--all-extras", "--constraint", "constraints.txt", "--generate-hashes"]
     quiet = ["--no-header", "--no-annotate", "--quiet"]
     command = [sys.executable, "-m", "uv", "pip", "compile", *given, *quiet, *options]
-    # A lock that is there would keep its versions.
+    # Start without the old lock file, whose versions would otherwise be kept.
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     head = HEADS[name].format(
         platform=f"{sys.platform} and Python {sys.version_info[0]}.{sys.version_info[1]}"

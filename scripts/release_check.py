@@ -1,4 +1,4 @@
-"""What must hold before a release, one line for each check; results go to build/release.
+"""Check what must hold before a release, one line per check. Results go to build/release.
 
     python scripts/release_check.py             # all checks; the last takes minutes
     python scripts/release_check.py bandit bom  # some of them
@@ -30,14 +30,14 @@ NOT_LOCKED = {"vecroute", "pip", "setuptools"}  # this project, and what an envi
 
 
 class Failed(Exception):
-    """A check that did not pass, and why."""
+    """A check did not pass; the message says why."""
 
 
 def run(*command: object, **options: object) -> str:
-    """What a command prints.
+    """Run a command and return its output.
 
     Raises:
-        Failed: its exit code is not 0.
+        Failed: the exit code is not 0.
     """
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, **options)  # type: ignore[call-overload]
@@ -51,10 +51,10 @@ def canonical(name: str) -> str:
 
 
 def read_lock(text: str) -> dict[str, set[str]]:
-    """The versions of each package, more than one where they depend on the platform.
+    """Return the versions of each package; several if they depend on the platform.
 
     Raises:
-        Failed: a package without a sha256 sum.
+        Failed: a package has no sha256 sum.
     """
     found: dict[str, set[str]] = {}
     for entry in re.split(r"\n(?=\w)", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)):
@@ -66,12 +66,12 @@ def read_lock(text: str) -> dict[str, set[str]]:
 
 
 def lock_file(torch_version: str) -> Path:
-    """The lock file of an environment: wheels of torch for CPUs have a version of their own."""
+    """Return the lock file of an environment. CPU wheels of torch have their own version and lock file."""
     return ROOT / "locks" / ("cpu.txt" if "+cpu" in torch_version else "all.txt")
 
 
 def not_locked(installed: Iterable[tuple[str, str]], lock: dict[str, set[str]]) -> list[str]:
-    """Packages that the lock file does not hold at their version."""
+    """List the packages whose version is not in the lock file."""
     return sorted(
         f"{name} {version} (locked: {', '.join(sorted(lock.get(canonical(name), {'not'})))})"
         for name, version in installed
@@ -80,7 +80,7 @@ def not_locked(installed: Iterable[tuple[str, str]], lock: dict[str, set[str]]) 
 
 
 def distributions() -> list[importlib.metadata.Distribution]:
-    """All that is installed, by name."""
+    """Return all installed packages, by name."""
     found = {canonical(each.metadata["Name"]): each for each in importlib.metadata.distributions()}
     return [found[name] for name in sorted(found)]
 
@@ -106,7 +106,7 @@ def wheel() -> str:
 
 
 def environment() -> str:
-    """In an empty environment: all locked packages by their sums, the wheel, the examples of the README."""
+    """Install all locked packages and the wheel in an empty environment, and run the README's examples."""
     file, (built,) = lock_file(importlib.metadata.version("torch")), (OUT / "dist").glob("*.whl")
     shutil.rmtree(OUT / "env", ignore_errors=True)
     venv.create(OUT / "env")
@@ -124,7 +124,7 @@ def environment() -> str:
 
 
 def licence(each: importlib.metadata.Distribution) -> str:
-    """The licence of a package, as its metadata give it; empty where they do not."""
+    """Return the licence in the metadata of a package; empty if there is none."""
     about = each.metadata
     words = (about.get("License-Expression") or about.get("License") or "").strip()
     named = [line.rpartition(" :: ")[2] for line in about.get_all("Classifier", []) if "License ::" in line]

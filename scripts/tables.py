@@ -56,7 +56,7 @@ def size(case: Row) -> str:
 
 
 def eager() -> str:
-    """Forward + backward as people call it, beside the authors' code called alike."""
+    """Tabulate eager forward + backward, compared with the authors' code, also eager."""
     lines = []
     for theirs in rows("eager", implementation="official", kind="plain"):
         same = {name: theirs[name] for name in ("case", "n_out", "d_inp", "n_iters")}
@@ -70,7 +70,7 @@ def eager() -> str:
 
 
 def eager_kinds() -> str:
-    """The same samples as a full batch, as a padded batch with a mask, and packed."""
+    """Tabulate the same samples as a full batch, as a padded batch with a mask, and packed."""
     lines = []
     for masked in rows("eager", implementation="fused", kind="masked"):
         same = {name: masked[name] for name in ("case", "n_out", "d_inp", "n_iters", "implementation")}
@@ -82,7 +82,7 @@ def eager_kinds() -> str:
 
 
 def million() -> str:
-    """A million vectors, beside the authors' code in the same run."""
+    """Tabulate a million vectors, compared with the authors' code in the same run."""
     lines = []
     for length in ("fixed", "variable"):
         for mode in ("tf32", "bf16", "fp32"):
@@ -108,7 +108,7 @@ def million() -> str:
 
 
 def heads() -> str:
-    """Heads on a GPU: eager beside eager, captured beside captured."""
+    """Tabulate heads on a GPU: eager compared with eager, captured with captured."""
     lines = []
     for case in ("small", "text-head", "image"):
         for mode in ("tf32", "bf16"):
@@ -129,7 +129,7 @@ def heads() -> str:
 
 
 def on_a_cpu() -> str:
-    """Heads on two cores, beside the authors' code."""
+    """Tabulate heads on two cores, compared with the authors' code."""
     lines = []
     for case in ("long", "batch", "fixed"):
         found = {
@@ -148,7 +148,7 @@ def on_a_cpu() -> str:
 
 
 def attention() -> str:
-    """One routing layer beside one Transformer encoder layer, N vectors to N."""
+    """Tabulate one routing layer and one Transformer encoder layer, N vectors to N."""
     lines = []
     for n in ("100", "400", "1000", "1500", "2000", "3000", "4000", "6000", "8000"):
         cells = [n]
@@ -168,7 +168,7 @@ def attention() -> str:
 
 
 def out_of_core(device: str) -> str:
-    """Streaming 20 GB, the newest rows of a kind of device."""
+    """Tabulate streaming of 20 GB, from the newest rows of a kind of device."""
     with_gpu = [r for r in rows("out_of_core") if bool(r["peak_gpu_mb"]) == (device == "gpu")]
     newest = [r for r in with_gpu if r["commit"] == with_gpu[-1]["commit"]]
     lines = []
@@ -225,7 +225,7 @@ def score(task: str, head: str) -> str:
 
 
 def accuracy() -> str:
-    """Test accuracy of every head, and by how much routing is ahead."""
+    """Tabulate the test accuracy of every head, and by how much routing is ahead."""
     lines = []
     for head, name in HEADS.items():
         cells = [name, f"{int(row('accuracy', task='sst2', head=head)['parameters']):,}"]
@@ -243,7 +243,7 @@ def accuracy() -> str:
 
 
 def accuracy_short() -> str:
-    """The heads that a reader of the README compares."""
+    """Tabulate the heads that the README compares."""
     names = {
         "routing": "`RoutingHead`",
         "probe, MLPs": "attentive probe with MLPs",
@@ -270,7 +270,7 @@ METHODS = (
 
 
 def measured(task: str, method: str, measure: str, device: str, interval: bool = False) -> str:
-    """A measure of faithfulness, with its interval if asked; nothing where there is none."""
+    """Write a measure of faithfulness, with its interval if asked; empty if it was not measured."""
     found = rows("faithfulness", task=task, method=method, measure=measure, device=device)
     if not found or not found[-1]["mean"]:
         return ""
@@ -284,7 +284,7 @@ def measured(task: str, method: str, measure: str, device: str, interval: bool =
 
 
 def faithfulness(task: str) -> str:
-    """Every method on one data set."""
+    """Tabulate every method on one data set."""
     lines = []
     for method in METHODS:
         cells = [measured(task, method, m, GPU, True) for m in ("comprehensiveness", "sufficiency")]
@@ -296,7 +296,7 @@ def faithfulness(task: str) -> str:
 
 
 def faithfulness_short() -> str:
-    """The methods that a reader of the README compares, on sentences of SST-2."""
+    """Tabulate the methods that the README compares, on sentences of SST-2."""
     names = {
         "words": "words (ours, the default)",
         "words, 24 samples": "words, mean over 24 sub-texts (ours)",
@@ -322,7 +322,7 @@ def faithfulness_short() -> str:
 
 
 def faithfulness_words() -> str:
-    """Every method beside words: means, and how far words are ahead with paired intervals."""
+    """Tabulate every method: means, and how far words are ahead, with paired intervals."""
     lines = []
     for method in dict.fromkeys(found["method"] for found in rows("words", task="sst2", of="mean")):
         cells = []
@@ -337,7 +337,7 @@ def faithfulness_words() -> str:
 
 
 def shap() -> str:
-    """Contributions beside SHAP, on one thread of a CPU."""
+    """Tabulate contributions and SHAP, on one thread of a CPU."""
     methods = (
         "states",
         "SHAP, 4 evaluations",

@@ -56,7 +56,7 @@ def served(model: Path) -> Iterator[str]:
 
 
 def photograph(page: Any, name: str, height: int | None = None) -> None:
-    """A picture of the page from its top, as high as the page or so many pixels, with few colours."""
+    """Take a picture of the page from its top, at most ``height`` pixels high, with few colours."""
     whole = Image.open(io.BytesIO(page.screenshot(full_page=True)))
     whole = whole.crop((0, 0, whole.width, min(height or whole.height, whole.height)))
     keep(whole, name)

@@ -23,7 +23,7 @@ def randn(*shape: int) -> Tensor:
 
 
 def head(n_cls: int = 3, d: int = D) -> vr.Sequential:
-    """The paper's head, small: layer normalisation and three routings."""
+    """Return the paper's head, small: layer normalisation and three routings."""
     return vr.Sequential(
         vr.PerVector(nn.LayerNorm(d, **LIKE)),
         routing(None, 5, d_inp=d, d_out=d),

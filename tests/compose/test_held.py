@@ -21,7 +21,7 @@ def randn(*shape: int) -> Tensor:
 
 
 def adds_up(module, x_inp: Tensor, **options) -> vr.Contributions:
-    """The contributions, once they are seen to add up to what the module computes."""
+    """Return the contributions, once they are seen to add up to what the module computes."""
     got = vr.contributions(module, x_inp, **options)
     assert got.completeness_error.max() <= 1e-12
     close = {"rtol": 1e-12, "atol": 1e-12}

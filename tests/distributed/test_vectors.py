@@ -212,7 +212,7 @@ def with_other_head(path: Path, before: bytes, after: bytes) -> Path:
 
 
 def mixed(folder: Path, other: Tensor) -> list[Path]:
-    """Two shards, the second of them other."""
+    """Return two shards, the second of them other."""
     save_file({"x": vectors()}, folder / "a.safetensors")
     save_file({"x": other}, folder / "b.safetensors")
     return [folder / "a.safetensors", folder / "b.safetensors"]

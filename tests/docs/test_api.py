@@ -36,7 +36,7 @@ def own_names(module) -> list[str]:
 
 
 def public() -> dict[str, object]:
-    """Every public class and function, by its name."""
+    """Return every public class and function, by its name."""
     found = {name: getattr(vr, name) for name in vr.__all__ if not inspect.ismodule(getattr(vr, name))}
     for path, names in MODULES.items():
         module = importlib.import_module(path)
@@ -48,7 +48,7 @@ PUBLIC = public()
 
 
 def documented(text: str) -> set[str]:
-    """The names that a page shows with their signatures."""
+    """Return the names that a page shows with their signatures."""
     found = set()
     for path, options in re.findall(r"^::: ([\w.]+)\n((?: +.*\n)*)", text + "\n", re.MULTILINE):
         members = re.search(r"members: \[(.*)\]", options)
@@ -74,7 +74,7 @@ def test_a_public_name_has_its_place(name):
 
 
 def source_of(name: str) -> str:
-    """The comments beside the fields of a tuple, or the lines of a short class."""
+    """Return the comments beside the fields of a tuple, or the lines of a short class."""
     return inspect.getsource(PUBLIC[name])
 
 

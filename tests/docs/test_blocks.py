@@ -87,7 +87,7 @@ PROGRAMS = {"vecroute", "python", "make", "pip", "torchrun", "pytest"}
 
 
 def commands(page) -> list[list[str]]:
-    """The lines of blocks without a language that start one of our programs, as words."""
+    """Return the lines of blocks without a language that start one of our programs, as words."""
     lines = "\n".join(b.code for b in blocks(page.read_text()) if b.language in ("", "sh", "bash"))
     lines = lines.replace("\\\n", " ").splitlines()
     words = [shlex.split(line, comments=True) for line in lines if "'" not in line]
@@ -95,7 +95,7 @@ def commands(page) -> list[list[str]]:
 
 
 def options_of(subcommand: str) -> set[str]:
-    """Every option that ``vecroute SUBCOMMAND`` knows."""
+    """Return every option that ``vecroute SUBCOMMAND`` knows."""
     import typer
 
     from vecroute.cli import app

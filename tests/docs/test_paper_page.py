@@ -13,7 +13,7 @@ ITEMS = {"Algorithm 1, line": 15, "Algorithm 2, line": 15, "Equation": 23}
 
 
 def sections(text: str, name: str) -> dict[int, str]:
-    """The section of each line or equation, by its number; one section may have several of them."""
+    """Return the section of each line or equation, by its number; one section may have several of them."""
     found = {}
     for part in re.split(r"^(?=##)", text, flags=re.MULTILINE):
         heading = re.match(rf"### {name}s? (\d+)(?: (?:to|and) (\d+))?:", part)

@@ -16,7 +16,7 @@ ROWS = [
 
 @functools.cache
 def names_in(file: str) -> set[str]:
-    """The names of the tests in a file."""
+    """Return the names of the tests in a file."""
     return {
         node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)
     }

@@ -81,7 +81,7 @@ def pages(site) -> dict[str, Page]:
 
 
 def targets(name: str, page: Page) -> Iterator[tuple[str, str]]:
-    """The places of the site that a page links to: file and anchor."""
+    """Yield the places of the site that a page links to: file and anchor."""
     for link in page.links:
         if not re.match(r"[a-z]+:", link):
             path, _, anchor = unquote(link).partition("#")

@@ -73,7 +73,7 @@ def edit(file: Path, **entries) -> None:
 
 
 def with_code(folder: Path, marker: Path, kind: str) -> str:
-    """An encoder whose files name code that they bring, in every place where files can."""
+    """Return an encoder whose files name code that they bring, in every place where files can."""
     (save_tiny if kind == "Bert" else save_tiny_vision)(folder)
     (folder / "evil.py").write_text(CODE.format(marker=str(marker), kind=kind))
     code = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoImageProcessor": "evil.Processor"}

@@ -42,7 +42,7 @@ PHOTOS = [
 
 
 def change(folder: str, to: Path, **fields) -> str:
-    """A copy of a saved model with another image processor."""
+    """Return a copy of a saved model with another image processor."""
     to.mkdir()
     for file in Path(folder).iterdir():
         (to / file.name).write_bytes(file.read_bytes())

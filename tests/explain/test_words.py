@@ -32,7 +32,7 @@ def head_on(encoder, n_cls: int = 3, name: str = "routing"):
 
 
 def error_of(fields) -> float:
-    """The completeness error of one explanation, the worst of its classes."""
+    """Return the completeness error of one explanation, the worst of its classes."""
     values, base, scores = (fields[name].double() for name in ("values", "base_values", "scores"))
     return ((values.sum((0, 1)) + base - scores).abs() / (values.abs().sum((0, 1)) + base.abs())).max().item()
 

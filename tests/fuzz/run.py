@@ -98,7 +98,7 @@ def by_hypothesis(name: str, seconds: float) -> tuple[int, bytes | None]:
 
 
 def by_atheris(name: str, seconds: float) -> tuple[int, bytes | None]:
-    """The same, in a process of its own, which a crash of a C library would end."""
+    """Return the same, in a process of its own, which a crash of a C library would end."""
     corpus, crash = KEPT / name, KEPT / f"{name}.crash"
     corpus.mkdir(parents=True, exist_ok=True)
     crash.unlink(missing_ok=True)

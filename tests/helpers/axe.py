@@ -12,7 +12,7 @@ TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
 
 
 def axe_source(folder: Path) -> str:
-    """The script of axe-core from npm; tests are skipped, saying why, where npm cannot get it."""
+    """Return the script of axe-core from npm; tests are skipped, saying why, where npm cannot get it."""
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip("needs npm, for axe-core: apt-get install npm")

@@ -22,7 +22,7 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> list[Block]:
-    """Every block between fences, in order."""
+    """Return every block between fences, in order."""
     found = []
     for match in FENCE.finditer(text):
         source = re.search(r'title="(src/[^"]+)"', match["info"])
@@ -32,7 +32,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def python_of(text: str) -> list[str]:
-    """The Python blocks that are to be run, from top to bottom."""
+    """Return the Python blocks that are to be run, from top to bottom."""
     return [b.code for b in blocks(text) if b.language == "python" and not b.source and not b.why_not]
 
 

@@ -189,7 +189,7 @@ def test_files_that_are_no_images(tmp_path, data, message):
 
 
 def png_of_size(width: int, height: int) -> bytes:
-    """A small PNG file that says it is large."""
+    """Return a small PNG file that says it is large."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -321,7 +321,7 @@ def chunk_of_png(kind: bytes, data: bytes = b"") -> bytes:
 
 
 def between(kind: str, place: int, parts: bytes) -> bytes:
-    """A small image with some bytes put into it."""
+    """Return a small image with some bytes put into it."""
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), "red").save(buffer, kind)
     data = buffer.getvalue()
@@ -330,7 +330,7 @@ def between(kind: str, place: int, parts: bytes) -> bytes:
 
 
 def tiff_of(n: int) -> bytes:
-    """A TIFF file of 64 bit with n entries in its directory."""
+    """Return a TIFF file of 64 bit with n entries in its directory."""
     entries = [(256, 4, 1, 8), (257, 4, 1, 8), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1)]
     entries += [(273, 4, 1, 8), (277, 3, 1, 1), (278, 4, 1, 8), (279, 4, 1, 64), *[(60000, 1, 1, 0)] * n]
     listed = b"".join(struct.pack("<HHQQ", *entry) for entry in entries)

@@ -112,7 +112,7 @@ SHARED_BYTES = 227 * 1024  # the most that a program has on a Hopper GPU
 
 
 def printed(*arguments: str) -> list[str]:
-    """The lines that Python prints in a process where Triton compiles kernels, not interprets them."""
+    """Return the lines that Python prints in a process where Triton compiles kernels, not interprets them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -11,7 +11,7 @@ N_INP, N_OUT, D_INP, D_OUT = 1024, 6, 8, 3  # arrays of N_INP numbers fill whole
 
 
 def stored_bytes(implementation: str, n_inp: int, *, fixed: bool, keep_bytes: int) -> int:
-    """The size of all memory stored that is neither x_inp nor a parameter."""
+    """Return the size of all memory stored that is neither x_inp nor a parameter."""
     sizes = {"n_inp": n_inp if fixed else None, "n_out": N_OUT, "d_inp": D_INP, "d_out": D_OUT}
     layer = vr.VectorRouting(**sizes, implementation=implementation)
     layer.tuning = layer.tuning._replace(keep_bytes=keep_bytes)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 def make(n_inp, n_out, d_inp, d_out, *, fixed, implementation="auto", **options) -> vr.VectorRouting:
-    """A layer with no parameter left at zero; its implementation may be one of PATHS."""
+    """Return a layer with no parameter left at zero; its implementation may be one of PATHS."""
     sizes = {"n_inp": n_inp if fixed else None, "n_out": n_out, "d_inp": d_inp, "d_out": d_out}
     implementation, _, in_chunks = implementation.partition(" in ")
     layer = with_noise(vr.VectorRouting(**sizes, implementation=implementation, **options))

@@ -17,7 +17,7 @@ BF16 = {"rounded": torch.bfloat16}  # autocast
 
 
 def case(shape: tuple[int, ...], n_out: int, **changes) -> Case:
-    """A call with float32 inputs of a layer with n_inp=None, in tf32, on an H200."""
+    """Return a call with float32 inputs of a layer with n_inp=None, in tf32, on an H200."""
     plain = Case(
         shape=shape, dtype=torch.float32, rounded=torch.float32, w_dtype=torch.float32, n_out=n_out,
         d_out=64, n_iters=2, variable=True, input_mask=False, use_strides=None, packed=None, prior=1 / n_out,

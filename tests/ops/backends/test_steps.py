@@ -33,7 +33,7 @@ def device():
 
 
 def make(implementation, b, n_out, d_inp, d_out, *, fixed=True, dtype=torch.float64) -> Problem:
-    """A problem of b samples of 3 inputs, half of them masked, so that n_inp is not 1."""
+    """Return a problem of b samples of 3 inputs, half of them masked, so that n_inp is not 1."""
     sizes = {"n_inp": 3 if fixed else None, "n_out": n_out, "d_inp": d_inp, "d_out": d_out}
     layer = with_noise(vr.VectorRouting(**sizes, dtype=dtype))
     mask = (torch.arange(3) < torch.arange(b)[:, None] % 3 + 1).expand(b, 3)  # [b, i]

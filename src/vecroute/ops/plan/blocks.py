@@ -21,7 +21,7 @@ INPUT_GRADIENT = {True: (64, 64, 4, 64, 3), False: (limits.TILE, 128, 4, 32, 3)}
 
 
 def of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[str, int]:
-    """Rows and outputs of a block of so many pairs: all outputs at once if there are not many.
+    """Return rows and outputs of a block of ``size`` pairs: all outputs at once if there are not many.
 
     More than 512 outputs go in two blocks or more: a single one was up to ten times slower (H200).
     """
@@ -34,9 +34,9 @@ def of_pairs(n_out: int, size: int = 1024, num_warps: int = 4) -> dict[str, int]
 
 
 def of_whole_rows(n_out: int, *, first: bool, backward: bool) -> dict[str, int]:
-    """Return the wide path: how its kernels are compiled, and how many programs a multiprocessor has at once.
+    """Return the options of the wide path's kernels, and the programs per multiprocessor.
 
-    Each thread has about eight outputs, and as many registers as leave room for those programs.
+    Each thread handles about eight outputs. Its registers leave room for those programs.
     """
     block_j = next_power_of_2(n_out)
     num_warps = max(4, min(16, block_j // 256))
@@ -48,31 +48,31 @@ def of_whole_rows(n_out: int, *, first: bool, backward: bool) -> dict[str, int]:
 
 
 def of_rows(n: int) -> dict[str, int]:
-    """Rows, and features of a row of n: 1024 numbers of a program."""
+    """Return rows, and features of a row of n, for 1024 numbers per program."""
     block = min(next_power_of_2(n), 1024)
     return {"BLOCK_R": 1024 // block, "BLOCK_D": block}
 
 
 def of_vectors(n: int) -> dict[str, int]:
-    """Whole vectors of n features: about 2048 numbers of a program."""
+    """Return the number of whole vectors of n features, for about 2048 numbers per program."""
     block = next_power_of_2(n)
     return {"BLOCK_R": max(1, 2048 // block), "BLOCK_D": block}
 
 
 def of_samples(b: int, most: int = 8) -> dict[str, int]:
-    """Samples that a program sums over at a time, and numbers of each."""
+    """Return the samples that a program sums over at a time, and the numbers of each."""
     block = min(next_power_of_2(max(1, b)), most)
     return {"BLOCK_B": block, "BLOCK_N": 1024 // block}
 
 
 def of_inputs(n_inp: int, d_inp: int) -> dict[str, int]:
-    """Rows and features for sums over samples of [i, d] numbers: few numbers want small blocks (H200)."""
+    """Return rows and features for sums over samples of [i, d] numbers. Few numbers: small blocks (H200)."""
     rows, columns = (1, 256) if n_inp * d_inp <= 2**17 else (4, 512)
     return {"BLOCK_I": rows, "BLOCK_D": columns}
 
 
 def parts_of_samples(b: int, n: int) -> tuple[int, int]:
-    """In how many parts to sum n numbers over b samples, and how many samples each part has.
+    """Return the number of parts for a sum of n numbers over b samples, and the samples per part.
 
     There is one part, unless so many samples have so few numbers that a GPU would be idle.
     """
@@ -81,16 +81,16 @@ def parts_of_samples(b: int, n: int) -> tuple[int, int]:
 
 
 def of_sums(columns: int) -> tuple[int, int]:
-    """Columns of pairs and features of x_inp of a program of the batch path that sums over inputs."""
+    """Return columns of pairs and features of x_inp for a program of the batch path that sums over inputs."""
     return max(16, min(128, next_power_of_2(columns))), 128
 
 
 def sum_stages(columns: int, itemsizes: tuple[int, int], shared_bytes: int) -> int:
-    """Stages of the pipeline of a sum over inputs: as many as fit shared memory.
+    """Return the stages of the pipeline of a sum over inputs: as many as fit shared memory.
 
     Args:
-        itemsizes: of pairs and of x_inp.
-        shared_bytes: of the device; 0 for the interpreter, which has no such limit.
+        itemsizes: bytes per number of pairs and of x_inp.
+        shared_bytes: shared memory of the device; 0 for the interpreter, which has no such limit.
     """
     block_q, block_d = of_sums(columns)
     stage = limits.TILE * (block_q * itemsizes[0] + block_d * itemsizes[1])
@@ -99,7 +99,7 @@ def sum_stages(columns: int, itemsizes: tuple[int, int], shared_bytes: int) -> i
 
 
 def of_product(m: int, n: int) -> dict[str, Any]:
-    """The grid and blocks of a product [m, n] of small matrices, with enough programs to fill a GPU."""
+    """Return grid and blocks of a product [m, n] of small matrices, with enough programs to fill a GPU."""
     rows = 128 if cdiv(m, 128) * cdiv(n, 128) >= limits.LEAST_PROGRAMS // 2 else 64
     columns = max(16, min(rows, next_power_of_2(n)))
     return {
@@ -109,9 +109,9 @@ def of_product(m: int, n: int) -> dict[str, Any]:
 
 
 def of_tiles(n_out: int, *, half: bool, forward: bool) -> dict[str, int]:
-    """Kernels over tiles of the batch path.
+    """Return the options of kernels over tiles of the batch path.
 
-    With fewer registers for a thread, a multiprocessor has more programs at once (H200).
+    With fewer registers per thread, a multiprocessor runs more programs at once (H200).
     """
     block_j = max(16, next_power_of_2(n_out))
     few = block_j <= (64 if forward else 16)

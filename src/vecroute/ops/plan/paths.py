@@ -57,7 +57,7 @@ def why_not_batch(case: Case) -> str | None:
 
 
 def is_long(case: Case, rows: int) -> bool:
-    """Return whether a call has one sample of a fixed length in tf32, of so many rows, each aligned."""
+    """Return whether a call has one sample of a fixed length in tf32, with at least ``rows`` aligned rows."""
     if case.variable or not case.tf32 or case.w_dtype != torch.float32 or not case.aligned:
         return False
     for size in case.shape[:-2]:

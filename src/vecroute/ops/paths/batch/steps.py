@@ -272,7 +272,7 @@ class Steps(Sizes):
         return Launch(kernels.halves_kernel, (n, batch, 1), self.dtypes("fMf"), sizes, **block)
 
     def sum(self, columns: int, whole: bool = False) -> Sum:
-        """Prepare sums of pairs with so many columns over the inputs of each sample, or of all samples."""
+        """Prepare sums of pairs [.., columns] over the inputs of each sample, or of all samples if whole."""
         packed = self.packed and not whole
         tiles, n, n_parts = self.parts(columns, whole)
         block_q, block_d = blocks.of_sums(columns)
