@@ -1,5 +1,7 @@
-"""Read columns of Hugging Face datasets, without importing their package: duck typing recognises them."""
+"""Read columns of data frames and datasets, without importing their packages: duck typing recognises them."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,8 +10,13 @@ TEXTS, IMAGES, LABELS = ("text", "sentence"), ("image", "img"), ("label", "label
 
 
 def is_dataset(X: Any) -> bool:
-    """Return whether X is a ``datasets.Dataset``."""
-    return hasattr(X, "features") and hasattr(X, "column_names") and hasattr(X, "__getitem__")
+    """Return whether X is a ``datasets.Dataset``, streamed or not, or a data frame."""
+    return (hasattr(X, "features") and hasattr(X, "column_names")) or is_frame(X)
+
+
+def is_frame(X: Any) -> bool:
+    """Return whether X is a data frame of pandas or polars."""
+    return hasattr(X, "columns") and hasattr(X, "dtypes") and hasattr(X, "__getitem__")
 
 
 def is_splits(X: Any) -> bool:
@@ -20,6 +27,8 @@ def is_splits(X: Any) -> bool:
 def samples_of(X: Any, images: bool) -> Any:
     """Return the column of texts or images of a dataset, and anything else unchanged.
 
+    A streamed dataset gives an iterator, any other dataset a list.
+
     Raises:
         ValueError: no column fits, several fit, or X has splits and the caller must choose one.
     """
@@ -27,10 +36,41 @@ def samples_of(X: Any, images: bool) -> Any:
         raise ValueError(f"X must be one split of the dataset, such as X[{min(X)!r}], got {sorted(X)}")
     if not is_dataset(X):
         return X
-    kind = "images" if images else "texts"
-    known = IMAGES if images else TEXTS
-    typed = [name for name, feature in X.features.items() if is_of(feature, images)]
-    return list(X[choose(X, known, typed, kind)])
+    if not hasattr(X, "__len__"):
+        return streamed(X, images)
+    return list(X[sample_column(X, images)])
+
+
+def sample_column(X: Any, images: bool, row: dict[str, Any] | None = None) -> str:
+    """Return the name of the column of texts or images.
+
+    Args:
+        X: a dataset or data frame.
+        row: the first row, where the dataset does not know its columns.
+    """
+    known, kind = (IMAGES, "images") if images else (TEXTS, "texts")
+    if row is not None:
+        typed = [name for name, cell in row.items() if isinstance(cell, str) and not images]
+    elif is_frame(X):
+        cells = {name: next(iter(X[name]), None) for name in X.columns}
+        typed = [name for name, cell in cells.items() if isinstance(cell, str) and not images]
+        typed = list(X.columns) if len(X.columns) == 1 else typed
+    else:
+        typed = [name for name, feature in X.features.items() if is_of(feature, images)]
+    return choose(names_of(X, row), known, typed, kind)
+
+
+def names_of(X: Any, row: dict[str, Any] | None = None) -> list[str]:
+    return list(row if row is not None else X.columns if is_frame(X) else X.column_names)
+
+
+def streamed(X: Any, images: bool) -> Iterator[Any]:
+    """Yield the cells of the column of texts or images of a streamed dataset."""
+    rows = iter(X)
+    first = next(rows, None)
+    if first is not None:
+        column = sample_column(X, images, first if X.features is None else None)
+        yield from (row[column] for row in itertools.chain([first], rows))
 
 
 def labels_of(X: Any) -> np.ndarray:
@@ -39,9 +79,11 @@ def labels_of(X: Any) -> np.ndarray:
     Raises:
         ValueError: no column fits, several fit, or a label is missing (-1 in datasets).
     """
-    typed = [name for name, feature in X.features.items() if hasattr(feature, "int2str")]
-    column = choose(X, LABELS, typed, "labels")
-    labels, names = list(X[column]), getattr(X.features[column], "names", None)
+    features = getattr(X, "features", None) or {}
+    typed = [name for name, feature in features.items() if hasattr(feature, "int2str")]
+    first = None if is_frame(X) or X.features else next(iter(X), {})
+    column = choose(names_of(X, first), LABELS, typed, "labels")
+    labels, names = list(X[column]), getattr(features.get(column), "names", None)
     if not names:
         return np.array(labels, dtype=object)
     for k, label in enumerate(labels):
@@ -71,10 +113,11 @@ def is_of(feature: Any, images: bool) -> bool:
     return type(feature).__name__ == "Image" if images else getattr(feature, "dtype", None) == "string"
 
 
-def choose(X: Any, known: tuple[str, ...], typed: list[str], kind: str) -> str:
+def choose(names: list[str], known: tuple[str, ...], typed: list[str], kind: str) -> str:
     """Return the column with one of the known names, else the only column of the right type."""
-    found = [name for name in known if name in X.column_names] or typed
+    found = [name for name in known if name in names] or typed
     if len(found) != 1 and not (found and found[0] in known):
-        hint = f"name one of them {known[0]!r} by rename_column"
-        raise ValueError(f"X must have one column of {kind}, got the columns {X.column_names}: {hint}")
+        raise ValueError(
+            f"X must have one column of {kind}, got the columns {names}: rename one of them to {known[0]!r}"
+        )
     return found[0]

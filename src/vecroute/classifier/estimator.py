@@ -20,7 +20,7 @@ from sklearn.base import (  # type: ignore[import-untyped]
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 from torch import Tensor
 
-from vecroute.classifier.columns import is_dataset, is_splits, labels_of, samples_and_labels, samples_of
+from vecroute.classifier.columns import is_dataset, is_splits, labels_of, samples_and_labels
 from vecroute.classifier.estimate import Estimate, make_estimate
 from vecroute.classifier.labels import (
     check_label_sets,
@@ -30,8 +30,10 @@ from vecroute.classifier.labels import (
     examples,
     split,
 )
+from vecroute.classifier.streams import FEW as FEW_PREDICTED
+from vecroute.classifier.streams import number_of, windows_of
 from vecroute.classifier.vectors import n_vector, vectors
-from vecroute.encoders.cache import FeatureCache, Features, default_folder, windows
+from vecroute.encoders.cache import FeatureCache, Features, default_folder
 from vecroute.encoders.either import is_of_images, load_encoder
 from vecroute.encoders.entries import text_key
 from vecroute.encoders.identity import difference
@@ -47,8 +49,7 @@ from vecroute.training.recipe import FEW, WEIGHT_DECAY_OF_FEW
 
 logger = logging.getLogger(__name__)
 
-WINDOW_CHARACTERS = 1_000_000  # characters of text tokenized at a time
-WINDOW_IMAGES = 256
+WINDOW_CHARACTERS = 1_000_000  # characters of text tokenized at a time; an image counts as 4,000
 
 
 class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClassifierMixin, BaseEstimator):
@@ -183,8 +184,9 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         """Learn from texts and their labels.
 
         Args:
-            X: texts as a list, pandas Series or numpy array; a ``datasets.Dataset`` with a column of texts
-                and one of labels; or a ``datasets.DatasetDict`` with splits "train" and "validation".
+            X: texts as a list, pandas Series or numpy array; a data frame or ``datasets.Dataset`` with a
+                column of texts and one of labels; or a ``datasets.DatasetDict`` with splits "train" and
+                "validation".
             y: a label for each text, or None if X contains labels.
             validation: texts and labels, or a dataset, for validation instead of a part of X.
 
@@ -222,7 +224,9 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
     def predict(self, X: Any) -> Any:
         """Return the label of each text, or a table of zeros and ones [n, n_cls] if multi_label=True.
 
-        X may be a dataset, as in ``fit``. For a ``DatasetDict``, return a dict of labels by split.
+        X may be a data frame or a dataset, as in ``fit``, or a stream: a generator, or a streamed dataset.
+        Only about a million characters of a stream are in memory at a time. For a ``DatasetDict``, return a
+        dict of labels by split.
         """
         if is_splits(X):
             return {split: self.predict(part) for split, part in X.items()}
@@ -241,6 +245,29 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         """Return the accuracy. y may be None if X is a dataset with labels."""
         return super().score(X, labels_of(X) if y is None and is_dataset(X) else y, sample_weight)
 
+    def evaluate(self, X: Any, y: Any = None) -> dict[str, Any]:
+        """Return accuracy, macro F1, calibration error, a row for each class and the confusion matrix.
+
+        Args:
+            X: as in ``predict``.
+            y: a label for each text, or None if X is a data frame or dataset with labels.
+
+        Raises:
+            ValueError: multi_label=True, or another number of labels than of texts.
+        """
+        from vecroute.training.evaluation import evaluate
+
+        if self.multi_label:
+            raise ValueError(
+                "evaluate measures one label for each text, got a classifier with multi_label=True"
+            )
+        labels = list(labels_of(X) if y is None and is_dataset(X) else y)
+        probabilities = self.predict_proba(X)  # [n, n_cls]
+        if len(labels) != len(probabilities):
+            n = len(probabilities)
+            raise ValueError(f"y must be one label for each of the {n} texts in X, got {len(labels)}")
+        return evaluate(labels, self.classes_, probabilities)
+
     def decision_function(self, X: Any) -> np.ndarray:
         """Return the score of each class for each text [n, n_cls], or with two classes the difference [n]."""
         scores = self._scores(X).numpy()  # [n, n_cls]
@@ -254,9 +281,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         So a classifier can be a step of a scikit-learn pipeline.
         """
         check_is_fitted(self)
-        head = partial(vectors, self.head_)
-        found = [self._through(head, *some) for some in self._windows(X)]  # [b, k] each
-        return torch.cat(found).numpy()  # [n, k]
+        return self._outputs(partial(vectors, self.head_), X).numpy()  # [n, k]
 
     @property
     def _n_features_out(self) -> int:
@@ -276,7 +301,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         """Return the contribution of each word of a text, or patch of an image, to the score of each class.
 
         Args:
-            X: one text or several.
+            X: one text, or several as in ``predict``.
             classes: the labels to explain, None for all (for images, the ten with the highest scores).
             of: "words" explains the words that the encoder read, through the frozen encoder. "states"
                 explains the hidden states of each token and depth, which the head read, with the credit phi
@@ -297,6 +322,25 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
 
         check_is_fitted(self)
         return explain(self, X, classes, of=of, samples=samples, by_depth=by_depth)
+
+    def explain_iter(
+        self,
+        X: Any,
+        classes: Sequence[Any] | None = None,
+        *,
+        of: str = "words",
+        samples: int = 0,
+        by_depth: bool = False,
+    ) -> Iterator[Any]:
+        """Yield the explanation of each text in order, as ``explain`` makes it, in batches of similar length.
+
+        Only some texts and their explanations are in memory at a time, so X may be an endless generator.
+        Arguments are those of ``explain``; X has several texts.
+        """
+        from vecroute.classifier.explaining import explain_iter
+
+        check_is_fitted(self)
+        return explain_iter(self, X, classes, of=of, samples=samples, by_depth=by_depth)
 
     def save_pretrained(
         self, folder: str | Path, *, overwrite: bool = False, about: dict | None = None
@@ -488,23 +532,41 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
 
     def _scores(self, X: Any) -> Tensor:
         """Return the scores [n, n_cls] of texts in double precision, on the CPU."""
-        return torch.cat([self._scores_of(*some) for some in self._windows(X)])  # [n, n_cls]
+        _, head = self._ready()
+        return self._outputs(head, X).double()
 
     def _scores_of(self, batches: Iterable[Batch], n: int) -> Tensor:
         """Return the scores [n, n_cls] of n texts, given batches of their hidden states."""
         return self._through(self.head_, batches, n).double()
 
-    def _windows(self, X: Any) -> Iterator[tuple[Iterable[Batch], int]]:
-        """Yield batches of hidden states, and their number of texts, for as many texts as fit memory."""
+    def _outputs(self, head: Callable[..., Tensor], X: Any) -> Tensor:
+        """Return the output [n, k] of a part of the head for all texts, as many at a time as fit memory."""
         encoder, _ = self._ready()
-        images = isinstance(encoder, VisionEncoder)
-        samples: Any = (check_images if images else check_texts)(samples_of(X, images))
-        sizes = [len(s) if isinstance(s, str) else WINDOW_CHARACTERS // WINDOW_IMAGES for s in samples]
-        for group in windows(sizes, WINDOW_CHARACTERS):
-            yield encoder.batches(encoder.tokenize([samples[k] for k in group])), len(group)
+        n, found, done = number_of(X), [], 0
+        with progress_bar(self._show_for(n), "classifying", n) as bar:
+
+            def step(more: int) -> None:
+                nonlocal done
+                done += more
+                bar(done)
+
+            for some in windows_of(X, isinstance(encoder, VisionEncoder), WINDOW_CHARACTERS):
+                batches = encoder.batches(encoder.tokenize(some))
+                found.append(self._through(head, batches, len(some), step))  # [b, k]
+        return torch.cat(found)  # [n, k]
+
+    def _show_for(self, n: int | None) -> bool:
+        """Whether to show the progress of predictions for n texts, None for a stream."""
+        return self._show and (n is None or n > FEW_PREDICTED)
 
     @torch.inference_mode()
-    def _through(self, head: Callable[..., Tensor], batches: Iterable[Batch], n: int) -> Tensor:
+    def _through(
+        self,
+        head: Callable[..., Tensor],
+        batches: Iterable[Batch],
+        n: int,
+        step: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Return the output [n, k] of a part of the head for n texts, on the CPU."""
         device = next(self.head_.parameters()).device
         rows: Any = None
@@ -513,4 +575,6 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
                 found = head(batch.hidden.to(device, torch.float32), batch.mask.to(device)).float()  # [b, k]
             rows = found.new_empty(n, found.shape[1]) if rows is None else rows  # [n, k]
             rows[batch.which] = found
+            if step:
+                step(len(batch.which))
         return rows.cpu()

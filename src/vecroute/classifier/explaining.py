@@ -1,23 +1,36 @@
 """Explain the predictions of a classifier: check the arguments and make explanations."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vecroute.classifier.labels import check_texts
+from vecroute.classifier.streams import number_of, windows_of
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.explanation import Explanation, where_from
 from vecroute.explain.image import N_EXPLAINED, ImageExplanation, explain_image_states, explain_patches
 from vecroute.explain.samples import check_samples
 from vecroute.explain.text import explain_states, explain_words
-from vecroute.io.images import Picture, check_images, is_image
+from vecroute.io.images import Picture, is_image
 from vecroute.ops.checks import check_choice
 from vecroute.training.calibration import probabilities
+from vecroute.training.progress import progress_bar
+
+WINDOW_CHARACTERS = 100_000  # characters explained at a time: about a thousand sentences, or 25 images
 
 if TYPE_CHECKING:
     from vecroute.classifier.estimator import RoutingClassifier
 
 
-def explain(
+def explain(classifier: "RoutingClassifier", X: Any, classes: Sequence[Any] | None, **options: Any) -> Any:
+    """See ``RoutingClassifier.explain``."""
+    encoder, _ = classifier._ready()
+    images = isinstance(encoder, VisionEncoder)
+    single = is_image(X) if images else isinstance(X, str)
+    rows = [Picture.of(X) if images else X] if single else X
+    found = explain_iter(classifier, rows, classes, **options)
+    return next(found) if single else list(found)
+
+
+def explain_iter(
     classifier: "RoutingClassifier",
     X: Any,
     classes: Sequence[Any] | None,
@@ -25,16 +38,44 @@ def explain(
     of: str,
     samples: int,
     by_depth: bool,
-) -> Any:
-    """See ``RoutingClassifier.explain``."""
-    encoder, head = classifier._ready()
+) -> Iterator[Any]:
+    """See ``RoutingClassifier.explain_iter``. Options are checked at once, texts as they are read."""
+    encoder, _ = classifier._ready()
     images = isinstance(encoder, VisionEncoder)
     check_choice("of", of, ("words", "states"))
     check_samples(samples, of, images, by_depth)
-    single = is_image(X) if images else isinstance(X, str)
-    rows = [Picture.of(X) if images else X] if single else X
-    texts: Any = (check_images if images else check_texts)(rows)
-    outputs = which_outputs(classifier, texts, classes, images)
+    known = classifier.classes_.tolist()
+    asked = known if classes is None else list(classes)
+    for label in asked:
+        if label not in known:
+            raise ValueError(f"classes must be some of {known}, got {label!r}")
+    if not asked:
+        raise ValueError(f"classes must be at least one of {known}, got none")
+    numbers = None if classes is None else [known.index(label) for label in asked]
+
+    def explanations() -> Iterator[Any]:
+        n, done = number_of(X), 0
+        with progress_bar(classifier._show_for(n), "explaining", n) as bar:
+            for some in windows_of(X, images, WINDOW_CHARACTERS // max(samples, 1)):
+                outputs = which_outputs(classifier, some, numbers, images)
+                yield from explain_some(classifier, some, outputs, of, samples, by_depth)
+                done += len(some)
+                bar(done)
+
+    return explanations()
+
+
+def explain_some(
+    classifier: "RoutingClassifier",
+    texts: list[Any],
+    outputs: list[list[int]],
+    of: str,
+    samples: int,
+    by_depth: bool,
+) -> list[Any]:
+    """Explain some texts or images in batches of similar length."""
+    encoder, head = classifier._ready()
+    images = isinstance(encoder, VisionEncoder)
     if images:
         by_patch = {"by_depth": by_depth}
         explained = (
@@ -54,7 +95,7 @@ def explain(
         "multi_label": multi_label,
         "about": where_from(encoder.name),
     }
-    found = [
+    return [
         kind(
             **fields,
             **common,
@@ -63,20 +104,13 @@ def explain(
         )
         for chosen, (fields, scores) in zip(outputs, explained, strict=True)
     ]
-    return found[0] if single else found
 
 
 def which_outputs(
-    classifier: Any, texts: Any, classes: Sequence[Any] | None, images: bool
+    classifier: Any, texts: list[Any], asked: list[int] | None, images: bool
 ) -> list[list[int]]:
-    """Return the indices of the classes to explain, for each sample."""
-    known = classifier.classes_.tolist()
-    if classes is None and images and len(known) > N_EXPLAINED:
+    """Return the indices of the classes to explain, for each sample: as asked, else all or the likeliest."""
+    n_cls = len(classifier.classes_)
+    if asked is None and images and n_cls > N_EXPLAINED:
         return classifier._scores(texts).topk(N_EXPLAINED).indices.tolist()
-    asked = known if classes is None else list(classes)
-    for label in asked:
-        if label not in known:
-            raise ValueError(f"classes must be some of {known}, got {label!r}")
-    if not asked:
-        raise ValueError(f"classes must be at least one of {known}, got none")
-    return [[known.index(label) for label in asked]] * len(texts)
+    return [list(range(n_cls)) if asked is None else asked] * len(texts)

@@ -21,7 +21,6 @@ from vecroute.cli.common import (
     check_data,
     check_kind,
     check_output,
-    classify,
     column,
     load,
     read_texts,
@@ -69,7 +68,7 @@ def evaluate(
         advice = "correct it, name another --label, or count it as wrong by --allow-unknown"
         check_known(labels, places, classifier.classes_, "the model", advice)
     with told():
-        probabilities = classify(classifier, texts)
+        probabilities = classifier.predict_proba(texts)
     result = measure(labels, classifier.classes_, probabilities) | {"skipped": n_skipped}
     if html is not None:
         if sys.stderr.isatty():

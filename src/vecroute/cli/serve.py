@@ -56,7 +56,7 @@ def serve(
         max_connections=max_connections,
     )
     with web.bind(host, port) as bound:
-        classifier = load(model, encoder, device)
+        classifier = load(model, encoder, device, verbose=False)
         page = web.create_app(classifier, name=model.resolve().name, limits=limits, hosts=web.hosts_for(host))
         told = f"{model} is at {web.address(bound)}"
         web.run(page, bound, seconds, lambda: print(told, flush=True), max_connections)

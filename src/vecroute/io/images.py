@@ -114,8 +114,8 @@ class Folder(NamedTuple):
     skipped: list[Path]
 
 
-def check_images(X: Any, name: str = "X") -> list[Picture]:
-    """Turn several images into a list of pictures. Errors name the argument and the row.
+def check_images(X: Any, name: str = "X", first: int = 0) -> list[Picture]:
+    """Turn several images into a list of pictures. Errors name the argument and the row, counted from first.
 
     Raises:
         TypeError: X is a single image, or a row is not an image.
@@ -125,7 +125,7 @@ def check_images(X: Any, name: str = "X") -> list[Picture]:
         raise TypeError(f"{name} must be a list of images, got one: put it in a list")
     if not isinstance(X, Iterable) or isinstance(X, dict | set):
         raise TypeError(f"{name} must be a list of images, got {type(X).__name__}")
-    pictures = [Picture.of(row, f"image {k} of {name}") for k, row in enumerate(X)]
+    pictures = [Picture.of(row, f"image {k} of {name}") for k, row in enumerate(X, first)]
     if not pictures:
         raise ValueError(f"{name} must be a list of images, got none")
     return pictures

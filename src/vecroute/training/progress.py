@@ -6,10 +6,11 @@ from typing import Any
 
 
 @contextmanager
-def progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
+def progress_bar(show: bool, title: str, total: int | None) -> Iterator[Any]:
     """Show a bar on standard error if show=True.
 
     Yields a function ``update(done, **beside)``: the number of finished steps, and values to print beside.
+    Without a total, the bar counts and shows no end.
     """
     if not show:
         yield lambda done, **beside: None

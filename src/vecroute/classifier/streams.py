@@ -1,0 +1,59 @@
+"""Texts or images of any number, checked and handed out some at a time."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vecroute.classifier.columns import samples_of
+from vecroute.classifier.labels import check_texts
+from vecroute.io.images import check_images, is_image
+
+IMAGE_SIZE = 4_000  # what an image counts beside the characters of texts
+FEW = 64  # samples for which no progress bar is shown
+
+
+def windows_of(X: Any, images: bool, limit: int) -> Iterator[list[Any]]:
+    """Yield checked texts or ``Picture`` objects, in order, as many at a time as the limit allows.
+
+    What has a length is checked as a whole before anything is yielded. A stream, such as a generator, is
+    checked as it is read, and only one window of it is in memory.
+
+    Args:
+        X: a list, array, Series, data frame, dataset, generator or other iterable.
+        images: True for images, False for texts.
+        limit: greatest number of characters at a time. An image counts as 4,000. A longer text is alone.
+
+    Raises:
+        TypeError, ValueError: see ``check_texts`` and ``check_images``; rows are counted from the first of X.
+    """
+    rows = samples_of(X, images)
+    whole = hasattr(rows, "__len__") or not isinstance(rows, Iterable) or isinstance(rows, str | bytes)
+    if whole or (images and is_image(rows)):
+        yield from (window for _, window in grouped((check_images if images else check_texts)(rows), limit))
+        return
+    n = 0
+    for n, window in grouped(rows, limit):
+        first = n - len(window)
+        yield check_images(window, first=first) if images else check_texts(window, first=first)
+    if not n:
+        raise ValueError(f"X must have {'images' if images else 'texts'}, got none")
+
+
+def grouped(rows: Iterable[Any], limit: int) -> Iterator[tuple[int, list[Any]]]:
+    """Yield groups of neighbours within the limit, each with the number of rows up to its end."""
+    group: list[Any] = []
+    total = n = 0
+    for row in rows:
+        size = len(row) if isinstance(row, str) else IMAGE_SIZE
+        if group and total + size > limit:
+            yield n, group
+            group, total = [], 0
+        group.append(row)
+        total += size
+        n += 1
+    if group:
+        yield n, group
+
+
+def number_of(X: Any) -> int | None:
+    """Return how many samples there are, None for a stream."""
+    return len(X) if hasattr(X, "__len__") else None
