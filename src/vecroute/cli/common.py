@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import math
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any, NoReturn
 
@@ -12,9 +13,6 @@ import typer
 
 from vecroute.cli.threads import limit_threads
 from vecroute.io.cells import visible
-
-CLASSIFIED = 256  # texts per step of the progress bar
-
 
 app = typer.Typer(
     help="Classifiers of texts and images on frozen Transformers, whose predictions come with explanations.",
@@ -53,6 +51,9 @@ Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, ...; the GPU if there is one and this is left out.")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse rows without text or label.")]
+OutFolder = Annotated[
+    Path | None, typer.Option("--out", help="Write a shard for each shard of a corpus to this folder.")
+]
 Delimiter = Annotated[
     str | None,
     typer.Option(
@@ -68,11 +69,11 @@ def fail(message: str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
-def load(model: Path, encoder: str | None, device: str | None) -> Any:
+def load(model: Path, encoder: str | None, device: str | None, verbose: bool | None = None) -> Any:
     from vecroute.classifier import RoutingClassifier
 
     limit_threads()
-    return RoutingClassifier.from_pretrained(model, encoder=encoder, device=device)
+    return RoutingClassifier.from_pretrained(model, encoder=encoder, device=device, verbose=verbose)
 
 
 def check_data(data: Path) -> None:
@@ -88,11 +89,46 @@ def check_output(path: Path | None) -> None:
         raise ValueError(f"{path} cannot be written: {what}")
 
 
+def own_gpu(device: str | None) -> str | None:
+    """Return the device as given, else under torchrun the GPU of this process, if there are GPUs."""
+    import torch
+
+    rank = os.environ.get("LOCAL_RANK")
+    if device is None and rank is not None and torch.cuda.is_available():
+        return f"cuda:{int(rank) % torch.cuda.device_count()}"
+    return device
+
+
+def check_texts_of(classifier: Any, model: Path, data: Path) -> None:
+    """Raise an error if an image classifier is given a corpus of tables."""
+    if hasattr(classifier.encoder_, "grid"):
+        raise ValueError(f"{model} classifies images, and --out takes tables of texts, got {data}")
+
+
+def run_corpus(run: Any, classifier: Any, data: Path, out: Path, **options: Any) -> None:
+    """Predict or explain a corpus, with a progress bar; failed shards end in exit code 1."""
+    from vecroute.training.progress import progress_bar
+
+    first = os.environ.get("RANK", "0") == "0"  # the process that speaks for all
+    show = first and sys.stderr.isatty()
+    with told(), progress_bar(show, "shards", None) as bar:
+        report = run(classifier, data, out, step=lambda done, n: bar(done, of=str(n)), **options)
+    if first:
+        n = report.done + report.there + len(report.failed)
+        tell(f"{out}: {report.done} of {n} shards written, {report.there} were there, {report.rows:,} rows")
+    if report.failed and not first:
+        sys.exit(1)
+    if report.failed:
+        name, why = next(iter(report.failed.items()))
+        more = f" (and {len(report.failed) - 1} more shards)" if len(report.failed) > 1 else ""
+        fail(f"{name} could not be done{more}: {why}", 1)
+
+
 def check_kind(classifier: Any, model: Path, data: Path) -> None:
     """Raise an error if a text classifier is given a folder, or an image classifier a table."""
     images = hasattr(classifier.encoder_, "grid")
     if str(data) != "-" and images != data.is_dir():
-        kind = "images: give a folder of them" if images else "texts: give a table of them"
+        kind = "images: give a folder of them" if images else "texts: give a table, or a folder and --out"
         raise ValueError(f"{model} classifies {kind}, got {data}")
 
 
@@ -123,20 +159,6 @@ def lines_of_input() -> list[str]:
 
     pieces = pieces_of(standard_input(), "txt", "standard input")
     return [row[LINE] for piece in pieces for row in piece.rows if row[LINE].strip()]
-
-
-def classify(classifier: Any, texts: Sequence[Any]) -> Any:
-    """Return the probabilities [n, n_cls] of texts, with a progress bar on a terminal."""
-    import numpy as np
-
-    from vecroute.training.progress import progress_bar
-
-    found = []
-    with progress_bar(sys.stderr.isatty(), "classifying", len(texts)) as bar:
-        for start in range(0, len(texts), CLASSIFIED):
-            found.append(classifier.predict_proba(texts[start : start + CLASSIFIED]))  # [b, n_cls]
-            bar(min(start + CLASSIFIED, len(texts)))
-    return np.concatenate(found)
 
 
 def tell(message: str) -> None:

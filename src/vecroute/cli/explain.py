@@ -9,13 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from vecroute.cli.common import (
+    Delimiter,
     Device,
     Encoder,
     Model,
+    OutFolder,
+    TextColumn,
     app,
+    check_data,
     check_output,
+    check_texts_of,
+    column,
     lines_of_input,
     load,
+    own_gpu,
+    run_corpus,
     tell,
     wrote,
 )
@@ -63,10 +71,22 @@ def explain(
     top: Annotated[int, typer.Option(min=1, help="Number of contributions to list, strongest first.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each text.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page for one text to this file.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Explain a table, or a folder of tables, to --out.")
+    ] = None,
+    out: OutFolder = None,
+    column_: TextColumn = None,
+    delimiter: Delimiter = None,
     encoder: Encoder = None,
     device: Device = None,
 ) -> None:
     """Show what each word of a text, or each region of an image, added to the score of a class."""
+    from vecroute.explain.plain import plain
+
+    if data is not None or out is not None:
+        check_corpus(data, out, {"TEXT": text, "--class": class_, "--json": as_json, "--html": html})
+        explain_corpus(model, data, out, of, by, column_, delimiter, encoder, device)
+        return
     check_output(html)
     classifier = load(model, encoder, device)
     texts = given_texts(text)
@@ -86,7 +106,7 @@ def explain(
             why.to_html(html, unit=unit, outputs=None if class_ is None else [class_], states=states)
             wrote(html)
         if as_json:
-            print(json.dumps(explained(why, unit), ensure_ascii=False))
+            print(json.dumps(plain(why, unit), ensure_ascii=False))
         elif html is None:
             show_explanation(why, class_, unit, top)
 
@@ -114,33 +134,35 @@ def note_files(texts: list[str], model: Path) -> None:
             tell(f"{one} is explained as a text, not as a file; for its lines: {command}")
 
 
-def explained(why: Any, unit: str) -> dict[str, Any]:
-    """Turn an explanation into JSON types."""
-    rows, names = why.aggregate(unit), why.output_names
-
-    def by_class(values: Any) -> dict[str, float]:
-        return dict(zip(names, map(float, values), strict=True))
-
-    return {
-        "text": why.text,
-        "of": why.of,
-        "probabilities": by_class(why.probabilities),
-        "scores": by_class(why.scores),
-        "base_values": by_class(why.base_values),
-        "not_explained": by_class(why.not_explained),
-        "unit": unit,
-        "parts": [
-            {"piece": rows.label(k), **place, "values": by_class(values)}
-            for k, (place, values) in enumerate(zip(places(rows), rows.values.sum(1), strict=True))
-        ],
-    }
+def check_corpus(data: Path | None, out: Path | None, others: dict[str, Any]) -> None:
+    """Raise unless there is a corpus, a folder for the results, and nothing that is for single texts."""
+    if data is None or out is None:
+        raise ValueError(f"--data and --out go together, got {'--data' if out is None else '--out'} alone")
+    if unused := [name for name, value in others.items() if value]:
+        raise ValueError(f"{unused[0]} is for single texts, and does not go with --data")
+    check_data(data)
 
 
-def places(rows: Any) -> list[dict[str, Any]]:
-    """Return the place of each row: characters of the text, or a box in pixels of the image."""
-    if hasattr(rows, "boxes"):
-        return [{"box": box} for box in rows.boxes.tolist()]
-    return [{"start": start, "end": end} for start, end in rows.offsets.tolist()]
+def explain_corpus(
+    model: Path,
+    data: Any,
+    out: Any,
+    of: Of,
+    by: Unit | None,
+    text: str | None,
+    delimiter: str | None,
+    encoder: str | None,
+    device: str | None,
+) -> None:
+    from vecroute.corpora import explain_folder
+
+    unit = by.value if by else "word"
+    if unit not in ("token", "word", "sentence", "chunk"):
+        raise ValueError(f"--by must be token, word, sentence or chunk with --data, got {unit}")
+    classifier = load(model, encoder, own_gpu(device), verbose=False)
+    check_texts_of(classifier, model, data)
+    options = {"text": column(classifier, text, "text"), "delimiter": delimiter, "of": of.value, "unit": unit}
+    run_corpus(explain_folder, classifier, data, out, **options)
 
 
 def show_explanation(why: Any, class_: str | None, unit: str, top: int) -> None:

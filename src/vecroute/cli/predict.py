@@ -13,12 +13,16 @@ from vecroute.cli.common import (
     Device,
     Encoder,
     Model,
+    OutFolder,
     TextColumn,
     app,
     check_data,
     check_kind,
+    check_texts_of,
     column,
     load,
+    own_gpu,
+    run_corpus,
     standard_input,
     tell,
     told,
@@ -44,8 +48,9 @@ class Input(enum.StrEnum):
 def predict(
     model: Model,
     data: Annotated[
-        Path, typer.Argument(help="Table or .txt file of texts, folder of images, or - for stdin.")
+        Path, typer.Argument(help="Table or .txt file of texts, folder of tables or images, or - for stdin.")
     ] = Path("-"),
+    out: OutFolder = None,
     text: TextColumn = None,
     from_: Annotated[Input, typer.Option("--from", help="Format of standard input.")] = Input.lines,
     to: Annotated[Output, typer.Option(help="Format of the output.")] = Output.jsonl,
@@ -65,16 +70,27 @@ def predict(
 
     Each row keeps its columns and gets its label and the probability of each class. A row without text gets
     an empty label.
+
+    With --out, a folder of .parquet, .jsonl and .csv files becomes a folder of the same files with these new
+    columns. A stopped run resumes with the missing files. Under torchrun, processes share the files.
     """
+    from vecroute.corpora.answers import class_names, predicting
     from vecroute.io.predictions import CsvWriter, JsonWriter
     from vecroute.io.samples import listed, text_of
 
     check_data(data)
     if str(data) == "-":
         standard_input()  # raises if it is closed
-    classifier = load(model, encoder, device)
+    classifier = load(model, encoder, own_gpu(device), verbose=False)
+    if out is not None:
+        from vecroute.corpora import predict_folder
+
+        check_texts_of(classifier, model, data)
+        chosen = column(classifier, text, "text")
+        run_corpus(predict_folder, classifier, data, out, text=chosen, raw=raw, delimiter=delimiter)
+        return
     check_kind(classifier, model, data)
-    names = [str(label) for label in classifier.classes_]
+    names, answer = class_names(classifier), predicting(classifier)
     where = "standard input" if str(data) == "-" else str(data)
     writer: CsvWriter | JsonWriter | None = None
     empty: list[int] = []
@@ -93,10 +109,8 @@ def predict(
                     if to is Output.csv
                     else JsonWriter(sys.stdout, names, columns)
                 )
-            found = iter(probabilities(classifier, [one for one in texts if one]))
-            for row, line, one in zip(piece.rows, piece.lines, texts, strict=True):
-                p = next(found) if one else []
-                writer.write(row, predicted(classifier, names, p), p, f"line {line} of {where}")
+            for row, line, found in zip(piece.rows, piece.lines, answer(texts), strict=True):
+                writer.write(row, found.label, found.p, f"line {line} of {where}")
             sys.stdout.flush()
     if empty:
         rows_have, their = ("row has", "its") if len(empty) == 1 else ("rows have", "their")
@@ -125,15 +139,3 @@ def read_rows(
         source = standard_input()
         for piece in pieces_of(source, given, "standard input", text, rows=rows, delimiter=delimiter):
             yield text, piece
-
-
-def probabilities(classifier: Any, texts: list[str]) -> list[list[float]]:
-    """Return the probabilities of each text, [n][n_cls]."""
-    return classifier.predict_proba(texts).tolist() if texts else []
-
-
-def predicted(classifier: Any, names: list[str], p: list[float]) -> str | list[str]:
-    """Return the predicted label, or with several labels all above 0.5; empty without probabilities."""
-    if classifier.multi_label:
-        return [name for name, share in zip(names, p, strict=False) if share > 0.5]
-    return names[p.index(max(p))] if p else ""

@@ -15,13 +15,23 @@ ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x202
 class JsonWriter:
     """Write one JSON object per row: its cells, label and probabilities, and a note if it has no text."""
 
-    def __init__(self, file: IO[str], classes: Sequence[str], columns: Iterable[str]):
+    def __init__(
+        self, file: IO[str], classes: Sequence[str], columns: Iterable[str], more: Sequence[str] = ()
+    ):
         self.file, self.classes, self.columns = file, classes, list(columns)
+        self.more = list(more)  # names of further new columns
 
-    def write(self, row: dict[str, Any], label: str | list[str], p: Sequence[float], where: str) -> None:
+    def write(
+        self,
+        row: dict[str, Any],
+        label: str | list[str],
+        p: Sequence[float],
+        where: str,
+        more: Sequence[Any] = (),
+    ) -> None:
         """Write a row, its label and the probabilities p [n_cls], none where it has no text."""
-        names = fresh(["label", "probabilities", "note"], [*self.columns, *row])
-        added = [label, dict(zip(self.classes, p, strict=False)), *([] if p else [NOTE])]
+        names = fresh(["label", "probabilities", *self.more, "note"], [*self.columns, *row])
+        added = [label, dict(zip(self.classes, p, strict=False)), *more, *([] if p else [NOTE])]
         line = json.dumps(row | dict(zip(names, added, strict=False)), ensure_ascii=False, default=str)
         print(line.translate(ESCAPED), file=self.file)
 
@@ -33,20 +43,35 @@ class CsvWriter:
     control characters are shown as escapes.
     """
 
-    def __init__(self, file: IO[str], classes: Sequence[str], columns: Iterable[str], raw: bool = False):
+    def __init__(
+        self,
+        file: IO[str],
+        classes: Sequence[str],
+        columns: Iterable[str],
+        raw: bool = False,
+        more: Sequence[str] = (),
+    ):
         self.columns, self.n_cls = list(columns), len(classes)
         self.raw, self.terminal = raw, file.isatty()
         self.table = csv.writer(file, lineterminator="\n")
-        self.put([*self.columns, *fresh(["label", *classes], self.columns)])
+        self.put([*self.columns, *fresh(["label", *classes, *more], self.columns)])
 
-    def write(self, row: dict[str, Any], label: str | list[str], p: Sequence[float], where: str) -> None:
+    def write(
+        self,
+        row: dict[str, Any],
+        label: str | list[str],
+        p: Sequence[float],
+        where: str,
+        more: Sequence[Any] = (),
+    ) -> None:
         """Write a row, its label and the probabilities p [n_cls], none where it has no text."""
         if new := [name for name in row if name not in self.columns]:
             raise ValueError(
                 f"{where} has the column {new[0]!r}, which the header above lacks: use --to jsonl"
             )
         joined = label if isinstance(label, str) else " ".join(label)
-        self.put([*(row.get(name) for name in self.columns), joined, *(list[Any](p) or [""] * self.n_cls)])
+        shares = list[Any](p) or [""] * self.n_cls
+        self.put([*(row.get(name) for name in self.columns), joined, *shares, *more])
 
     def put(self, cells: Iterable[Any]) -> None:
         self.table.writerow([self.cell(one) for one in cells])

@@ -1,0 +1,67 @@
+"""Turn predictions and explanations of texts into new cells for the rows of a table."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vecroute.explain.plain import plain
+
+
+class Answer(NamedTuple):
+    """The new cells of a row. A row without text has an empty label and nothing else."""
+
+    label: str | list[str]
+    p: list[float]  # [n_cls], empty without text
+    explanation: dict[str, Any] | None = None
+
+
+# From texts, empty where a row has none, to an answer for each.
+Answering = Callable[[Sequence[str]], list[Answer]]
+
+
+def predicting(classifier: Any) -> Answering:
+    """Return a function that gives labels and probabilities."""
+    names = class_names(classifier)
+
+    def answer(texts: Sequence[str]) -> list[Answer]:
+        given = [text for text in texts if text]
+        found = iter(classifier.predict_proba(given).tolist() if given else [])
+        rows = [next(found) if text else [] for text in texts]  # [n_cls] each
+        return [Answer(predicted(names, p, classifier.multi_label), p) for p in rows]
+
+    return answer
+
+
+def explaining(classifier: Any, of: str = "words", unit: str = "word") -> Answering:
+    """Return a function that gives labels, probabilities and explanations."""
+    names = class_names(classifier)
+
+    def answer(texts: Sequence[str]) -> list[Answer]:
+        given = [text for text in texts if text]
+        found: Iterator[Any] = classifier.explain_iter(given, of=of) if given else iter(())
+        answers = []
+        for text in texts:
+            if not text:
+                answers.append(Answer(predicted(names, [], classifier.multi_label), []))
+                continue
+            why = next(found)
+            p = why.probabilities.tolist()  # [n_cls]
+            told = plain(why, unit)
+            kept = {name: told[name] for name in EXPLAINED}
+            answers.append(Answer(predicted(names, p, classifier.multi_label), p, kept))
+        return answers
+
+    return answer
+
+
+EXPLAINED = ("of", "unit", "scores", "base_values", "not_explained", "parts")
+
+
+def class_names(classifier: Any) -> list[str]:
+    return [str(label) for label in classifier.classes_]
+
+
+def predicted(names: Sequence[str], p: Sequence[float], multi_label: bool) -> str | list[str]:
+    """Return the predicted label, or all that are more likely than not; an empty one without probabilities."""
+    if multi_label:
+        return [name for name, share in zip(names, p, strict=False) if share > 0.5]
+    return names[p.index(max(p))] if p else ""

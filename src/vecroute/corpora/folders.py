@@ -1,0 +1,206 @@
+"""Predict or explain whole folders of tables, each shard once, with any number of processes."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from vecroute.corpora.answers import Answering, class_names, explaining, predicting
+from vecroute.corpora.shards import Columns, check_shards, copy_shard, find_shards
+from vecroute.storage import seal_of, write_file
+
+logger = logging.getLogger(__name__)
+
+RECORD = "_vecroute.json"  # in the folder of results: which run they belong to
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}")
+
+
+class Report(NamedTuple):
+    """What a run did, all processes together."""
+
+    done: int  # shards written by this run
+    there: int  # shards that were there already
+    rows: int  # written by this run
+    failed: dict[str, str]  # the shards that could not be done, and why
+
+
+def predict_folder(classifier: Any, data: str | Path, out: str | Path, **options: Any) -> Report:
+    """Predict every text of a corpus: a label and the probability of each class for each row.
+
+    Args:
+        classifier: a fitted ``RoutingClassifier`` of texts.
+        data: a folder of .parquet, .jsonl and .csv files, the last two maybe with .gz, or one such file.
+        out: the folder of results. It gets a file of the same name for each file of the corpus, with all its
+            columns, and new ones after them. A run that was stopped resumes with the missing files.
+        options: of ``run_folder``.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValueError: before anything is written: no such corpus, no column of texts, files with different
+            columns, or a folder with other results. A file that cannot be read is named in the report.
+    """
+    return run_folder(classifier, data, out, predicting(classifier), {"what": "predict"}, **options)
+
+
+def explain_folder(
+    classifier: Any,
+    data: str | Path,
+    out: str | Path,
+    *,
+    of: str = "words",
+    unit: str = "word",
+    **options: Any,
+) -> Report:
+    """Explain every text of a corpus; see ``predict_folder``. The column ``explanation`` comes last.
+
+    Args:
+        classifier, data, out, options: as in ``predict_folder``.
+        of: "words" or "states", as in ``RoutingClassifier.explain``.
+        unit: "token", "word", "sentence" or "chunk": what contributions are summed over.
+    """
+    about = {"what": "explain", "of": of, "unit": unit}
+    return run_folder(classifier, data, out, explaining(classifier, of, unit), about, **options)
+
+
+def run_folder(
+    classifier: Any,
+    data: str | Path,
+    out: str | Path,
+    answer: Answering,
+    about: dict[str, str],
+    *,
+    text: str = "text",
+    raw: bool = False,
+    delimiter: str | None = None,
+    step: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Give each row of a corpus new cells. Under torchrun, each process takes its share of the shards.
+
+    Args:
+        answer: gives the new cells.
+        about: what the run does.
+        text: the column of texts.
+        raw: True to leave cells of CSV files that a spreadsheet takes for formulas.
+        delimiter: of CSV files, None to find it.
+        step: called with the number of finished shards of this process, and of all its shards.
+    """
+    root, shards = find_shards(Path(data))
+    out = Path(out)
+    check_places(root, out)
+    explained = about["what"] == "explain"
+    columns = Columns(text, class_names(classifier), classifier.multi_label, explained, raw, delimiter)
+    check_shards(root, shards, columns)
+    record = {**about, "text": text, "raw": raw, "model": model_key(classifier)}
+    check_record(out, record)
+    with Processes() as processes:
+        missing = processes.first([shard for shard in shards if not is_done(root / shard, out / shard)])
+        out.mkdir(parents=True, exist_ok=True)
+        write_file(out / RECORD, json.dumps(record, indent=1).encode())
+        own = missing[processes.rank :: processes.world]
+        rows, failed = 0, {}
+        for k, shard in enumerate(own, 1):
+            try:
+                rows += copy_shard(root / shard, out / shard, columns, answer)
+            except (ValueError, TypeError, OSError) as error:
+                failed[str(shard)] = " ".join(str(error).split())
+                logger.warning("%s is left out: %s", root / shard, failed[str(shard)])
+            if step:
+                step(k, len(own))
+        every = processes.gathered((rows, failed))
+    if processes.rank == 0:
+        remove_left(out, missing)
+    failures = {name: why for _, some in every for name, why in some.items()}
+    there = len(shards) - len(missing)
+    return Report(len(missing) - len(failures), there, sum(n for n, _ in every), failures)
+
+
+class Processes:
+    """The processes that torchrun started, or this one alone."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+
+    def __enter__(self) -> "Processes":
+        self.started = self.world > 1 and not dist.is_initialized()
+        if self.started:
+            # A process with few or small shards waits for the others, however long they work.
+            dist.init_process_group("gloo", timeout=timedelta(days=365))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.started:
+            dist.destroy_process_group()
+
+    def first(self, value: Any) -> Any:
+        """Return the value of the first process, since others may see other files by now."""
+        given = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(given)
+        return given[0]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all processes. None leaves earlier: torchrun ends all when one exits with 1."""
+        found = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(found, value)
+        return found
+
+
+def check_places(root: Path, out: Path) -> None:
+    """Raise if results would be written among the files of the corpus, or where no folder can be."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} must be a folder, it is a file")
+    inside, outside = out.resolve(), root.resolve()
+    if inside == outside or inside.is_relative_to(outside) or outside.is_relative_to(inside):
+        raise ValueError(f"{out} must lie outside of the folder of the corpus, {root}")
+
+
+def check_record(out: Path, record: dict[str, Any]) -> None:
+    """Raise for a folder with other files than results of this very run."""
+    path = out / RECORD
+    files = [file.name for file in out.iterdir()] if out.is_dir() else []
+    if all(name == RECORD or TEMPORARY.fullmatch(name) for name in files):
+        return
+    if not path.is_file():
+        raise ValueError(f"{out} has files that are no results of vecroute: name another folder")
+    try:
+        found = json.loads(path.read_bytes())
+        differs = [name for name in record if found.get(name) != record[name]]
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: name another folder") from error
+    if differs:
+        raise ValueError(
+            f"{out} has results of another run ({', '.join(differs)} differs): name another folder"
+        )
+
+
+def model_key(classifier: Any) -> str:
+    """A key that changes with everything that changes predictions."""
+    encoder, head = classifier._ready()
+    options = [encoder.depths, encoder.max_length, encoder.stride, encoder.special_tokens]
+    temperature = float(getattr(classifier, "temperature_", 1.0))
+    about = [*encoder.identity, options, classifier.classes_.tolist(), temperature]
+    described = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+    return seal_of({name: weight.cpu() for name, weight in head.state_dict().items()}, described)
+
+
+def is_done(source: Path, target: Path) -> bool:
+    """Return whether the result exists and is not older than its source."""
+    return target.is_file() and target.stat().st_mtime >= source.stat().st_mtime
+
+
+def remove_left(out: Path, shards: Sequence[Path]) -> None:
+    """Remove what killed processes have left beside the shards, now that nobody writes there."""
+    for folder in {out, *((out / shard).parent for shard in shards)}:
+        for left in folder.glob(".*") if folder.is_dir() else ():
+            if TEMPORARY.fullmatch(left.name) and left.is_file():
+                left.unlink(missing_ok=True)
