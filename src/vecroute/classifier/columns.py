@@ -81,7 +81,7 @@ def labels_of(X: Any) -> np.ndarray:
     """
     features = getattr(X, "features", None) or {}
     typed = [name for name, feature in features.items() if hasattr(feature, "int2str")]
-    first = None if is_frame(X) or X.features else next(iter(X), {})
+    first: Any = None if is_frame(X) or X.features else next(iter(X), {})
     column = choose(names_of(X, first), LABELS, typed, "labels")
     labels, names = list(X[column]), getattr(features.get(column), "names", None)
     if not names:
