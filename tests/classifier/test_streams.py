@@ -16,7 +16,7 @@ from vecroute.classifier import estimator, explaining
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     tiny = save_tiny(tmp_path_factory.mktemp("tiny"))
-    return vr.RoutingClassifier(tiny, max_epochs=2, cache=False).fit(TEXTS, LABELS)
+    return vr.RoutingClassifier(tiny, max_epochs=2, cache=False, estimate=False).fit(TEXTS, LABELS)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_frame_has_labels_too(fitted):
     assert fitted.evaluate(frame) == fitted.evaluate(iter(TEXTS), LABELS)
     assert fitted.evaluate(frame)["n"] == 120
     assert fitted.evaluate(frame)["accuracy"] == fitted.score(frame)
-    again = vr.RoutingClassifier(fitted.encoder, max_epochs=2, cache=False).fit(frame)
+    again = vr.RoutingClassifier(fitted.encoder, max_epochs=2, cache=False, estimate=False).fit(frame)
     np.testing.assert_array_equal(again.predict_proba(TEXTS), fitted.predict_proba(TEXTS))
     with pytest.raises(ValueError, match="one label for each of the 120 texts in X, got 119"):
         fitted.evaluate(TEXTS, LABELS[:-1])

@@ -61,7 +61,7 @@ def class_names(classifier: Any) -> list[str]:
 
 
 def predicted(names: Sequence[str], p: Sequence[float], multi_label: bool) -> str | list[str]:
-    """Return the predicted label, or all that are more likely than not; an empty one without probabilities."""
+    """Return the predicted label, or all labels above one half. Without probabilities it is empty."""
     if multi_label:
         return [name for name, share in zip(names, p, strict=False) if share > 0.5]
     return names[p.index(max(p))] if p else ""

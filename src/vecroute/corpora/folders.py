@@ -148,7 +148,7 @@ class Processes:
         return given[0]
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return the values of all processes. None leaves earlier: torchrun ends all when one exits with 1."""
+        """Return the values of all processes. All wait here: torchrun ends all when one exits with 1."""
         found = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(found, value)

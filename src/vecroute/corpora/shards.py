@@ -183,7 +183,7 @@ def copy_parquet(source: Path, target: Path, columns: Columns, answer: Answering
 
 
 def new_fields(names: Sequence[str], columns: Columns) -> list[Any]:
-    """Return the new columns of a Parquet file: the label, a probability for each class, maybe an explanation."""
+    """Return the new columns: the label, a probability for each class, and maybe an explanation."""
     label = pa.list_(pa.string()) if columns.multi_label else pa.string()
     kinds = [label, *[pa.float64()] * len(columns.classes)]
     new = ["label", *columns.classes]
