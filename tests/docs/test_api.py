@@ -7,6 +7,7 @@ import re
 import pytest
 
 import vecroute as vr
+import vecroute.corpora
 from tests.helpers.guides import blocks
 from tests.helpers.paths import ROOT
 
@@ -16,6 +17,7 @@ MODULES = {
     "vecroute.networks": None,
     "vecroute.layers.stability": ["probe", "jacobian_penalty"],
     "vecroute.distributed": vr.distributed.__all__,
+    "vecroute.corpora": vecroute.corpora.__all__,
     "vecroute.encoders": vr.encoders.__all__,
     "vecroute.heads": ["PoolingHead", "RoutingHead", "make_head"],
     "vecroute.demo": ["sentence_polarity"],
@@ -23,7 +25,7 @@ MODULES = {
     "vecroute.explain.faithfulness": ["measure", "summarize"],
 }
 # Names that neither take nor give a tensor.
-WITHOUT_SHAPES = {"Converge", "make_head", "own_rows", "sentence_polarity", "Part"}
+WITHOUT_SHAPES = {"Converge", "make_head", "own_rows", "sentence_polarity", "Part", *vecroute.corpora.__all__}
 SHAPE = re.compile(r"\[(\.\.\., )?[a-z]\w*(, \w+)*\]|\[\.\.\.")
 
 

@@ -423,6 +423,30 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         about = {**getattr(self, "about_", {}), **(about or {})}
         return push(self, name, private=private, revision=revision, message=message, about=about)
 
+    def to_onnx(self, path: str | Path, *, part: str = "all") -> None:
+        """Write the classifier as an ONNX graph, after checking it against PyTorch in onnxruntime.
+
+        Batch and length may vary. Outputs are ``scores`` and ``probabilities`` [b, n_cls], in the order of
+        ``classes_``. The tokenizer stays outside.
+
+        Args:
+            path: the file, written whole or not at all.
+            part: "all" for encoder and head, or "head". Inputs of "all" are ``input_ids`` and
+                ``attention_mask`` [b, n], int64, n at most max_length, as the tokenizer returns them; with
+                special_tokens=False also ``special_tokens_mask`` [b, n]; for images ``pixel_values``
+                [b, channels, height, width]. Inputs of "head" are ``hidden_states``
+                [b, n_pos, depth, d_emb] and ``input_mask`` [b, n_pos], bool.
+
+        Raises:
+            ValueError: the encoder or the head has an operation that ONNX does not have, or the graph gives
+                other probabilities. Nothing is written then.
+            ImportError: the extra ``onnx`` is not installed.
+        """
+        from vecroute.classifier.onnx import export
+
+        check_is_fitted(self)
+        export(self, Path(path), part)
+
     def _samples(self, X: Any, y: Any, validation: tuple[Any, Any] | None):
         """Check texts and labels, and return them with the samples for training and for validation."""
         check_samples: Any = check_images if self._of_images() else check_texts
