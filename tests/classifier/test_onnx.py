@@ -51,6 +51,7 @@ def test_a_whole_classifier_with_a_temperature(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["all.onnx"]
 
 
+@pytest.mark.slow
 def test_the_head_alone(tmp_path):
     classifier = fit(tmp_path / "encoder")
     classifier.to_onnx(tmp_path / "head.onnx", part="head")
@@ -88,6 +89,7 @@ class Sorting(torch.nn.Module):
         return hidden_states[input_mask].unique().reshape(1, -1)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_says_so(tmp_path, monkeypatch):
     classifier = fit(tmp_path / "encoder")
     with pytest.raises(ValueError, match="part must be one of 'all', 'head', got 'tail'"):

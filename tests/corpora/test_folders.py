@@ -239,6 +239,12 @@ def test_folders_of_other_results_are_left_alone(model, classifier, corpus, tmp_
     assert "it is a file" in run("predict", model, corpus, "--out", tmp_path / "file").err
 
 
+def test_results_of_one_file_may_lie_beside_it(classifier, corpus):
+    assert predict_folder(classifier, corpus / "a.parquet", corpus / "out").done == 1
+    with pytest.raises(ValueError, match="must lie outside"):
+        predict_folder(classifier, corpus / "a.parquet", corpus)
+
+
 def test_the_command_line(model, corpus, tmp_path, run):
     done = run("explain", model, "--data", corpus / "a.parquet", "--out", tmp_path / "why")
     assert (done.code, done.out) == (0, "")

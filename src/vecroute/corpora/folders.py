@@ -95,7 +95,7 @@ def run_folder(
     """
     root, shards = find_shards(Path(data))
     out = Path(out)
-    check_places(root, out)
+    check_places(Path(data), root, out)
     explained = about["what"] == "explain"
     columns = Columns(text, class_names(classifier), classifier.multi_label, explained, raw, delimiter)
     check_shards(root, shards, columns)
@@ -155,12 +155,13 @@ class Processes:
         return found
 
 
-def check_places(root: Path, out: Path) -> None:
+def check_places(data: Path, root: Path, out: Path) -> None:
     """Raise if results would be written among the files of the corpus, or where no folder can be."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} must be a folder, it is a file")
-    inside, outside = out.resolve(), root.resolve()
-    if inside == outside or inside.is_relative_to(outside) or outside.is_relative_to(inside):
+    place, corpus = out.resolve(), root.resolve()
+    within = place.is_relative_to(corpus) or corpus.is_relative_to(place)
+    if place == corpus or (data.is_dir() and within):
         raise ValueError(f"{out} must lie outside of the folder of the corpus, {root}")
 
 

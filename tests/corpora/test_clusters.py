@@ -1,0 +1,76 @@
+"""Ray Data: one model for each worker, all columns kept, mistakes found before work starts."""
+
+import sys
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+import vecroute as vr
+from tests.helpers.texts import LABELS, TEXTS
+from tests.helpers.tiny_models import save_tiny
+from vecroute.corpora import predict_rows, ray_predict
+from vecroute.corpora.clusters import Worker
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    options = {"max_epochs": 1, "cache": False, "estimate": False, "device": "cpu", "verbose": False}
+    classifier = vr.RoutingClassifier(save_tiny(folder / "encoder"), **options).fit(TEXTS, LABELS)
+    classifier.save_pretrained(folder / "model")
+    classifier.folder = folder / "model"
+    return classifier
+
+
+def test_a_worker_adds_columns(classifier):
+    table = pa.table({"text": [TEXTS[0], None, TEXTS[1]], "label": [1, 2, 3]})
+    found = Worker(str(classifier.folder), "text")(table)
+    assert found.column_names == ["text", "label", "label_predicted", "neg", "pos"]
+    assert found.select(["text", "label"]).equals(table)
+    p = np.array(found["pos"].to_pylist()[::2])
+    np.testing.assert_allclose(p, classifier.predict_proba(TEXTS[:2])[:, 1], atol=1e-6)
+    assert found["pos"].to_pylist()[1] is None
+
+
+def test_without_ray(classifier, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"this needs ray: pip install 'vecroute\[ray\]'"):
+        ray_predict(classifier, None)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Ray about its own code
+def test_a_dataset_on_two_workers(classifier):
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        frame = pd.DataFrame({"id": range(480), "text": TEXTS * 4})
+        dataset = ray.data.from_pandas(frame).repartition(4)
+        found = ray_predict(str(classifier.folder), dataset, workers=2, batch_size=64).to_pandas()
+        found = found.sort_values("id")
+        assert found["id"].tolist() == list(range(480))
+        np.testing.assert_allclose(found["pos"][:5], classifier.predict_proba(TEXTS)[:5, 1], atol=1e-6)
+        with pytest.raises(ValueError, match="dataset must have the column 'words', it has id, text"):
+            ray_predict(classifier, dataset, text="words")
+        with pytest.raises(ValueError, match="must have texts, it has int64"):
+            ray_predict(classifier, dataset, text="id")
+        with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+            ray_predict(classifier, dataset, workers=0)
+    finally:
+        ray.shutdown()
+
+
+def test_rows_of_streams_keep_their_cells(classifier):
+    rows = [{"id": 0, "text": TEXTS[0]}, {"id": 1, "text": " "}, {"id": 2, "text": TEXTS[1], "label": "x"}]
+    found = list(predict_rows(classifier, iter(rows), text="text"))
+    assert [row["id"] for row in found] == [0, 1, 2]
+    assert found[0]["label"] == classifier.predict(TEXTS[:1])[0]
+    assert (found[1]["label"], found[1]["probabilities"]) == ("", {})
+    assert (found[2]["label"], found[2]["label_predicted"]) == ("x", classifier.predict(TEXTS[1:2])[0])
+    with pytest.raises(
+        ValueError, match=r"row 1 of rows must have the column 'words', it has \['id', 'text'\]"
+    ):
+        list(predict_rows(classifier, rows, text="words"))
