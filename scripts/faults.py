@@ -1,12 +1,14 @@
-"""Fill disks and kill processes while a classifier is fitted and saved, and check the files that remain.
+"""Fill disks and kill processes while a classifier is fitted, saved and used, and check what remains.
 
     python scripts/faults.py --limits 40 --kills 50
 
-Each round runs ``fit`` with a cache and a checkpoint, then ``save_pretrained`` twice: into a new folder, then
-over it. A round either limits the size of every file that is written (the system refuses to write more, as
-on a full disk), or kills the process (SIGKILL) at a random moment. After each round, every folder of a
-classifier that is there must load, and be the old or the new one; then the same work without faults must end
-with the weights of a run that was never disturbed. Prints a row of counts for each kind of fault.
+Each round fills a cache, trains with checkpoints, saves into a new folder, saves over it, and predicts a
+table. A round either limits the size of every file that is written (the system refuses to write more, as on
+a full disk), or kills the process (SIGKILL) at a random moment of one of these phases. After each round,
+every folder of a classifier must load, and be the old or the new one, and the output of ``predict`` must be
+the beginning of the right one. Then the same work without faults must end with the weights and the output of
+a run that was never disturbed. Prints a row of counts for each kind of fault, and for kills, how many fell
+into each phase.
 """
 
 import argparse
@@ -20,7 +22,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -31,26 +35,62 @@ sys.path.insert(0, str(ROOT))
 import vecroute as vr  # noqa: E402
 from tests.helpers.texts import LABELS, TEXTS  # noqa: E402
 from tests.helpers.tiny_models import save_tiny  # noqa: E402
+from vecroute.cli import main as main_of_vecroute  # noqa: E402
 from vecroute.encoders import cache  # noqa: E402
 from vecroute.training import loop  # noqa: E402
 
+PHASES = ("cache", "fit", "save", "save over", "predict")
+OUTPUT = "predictions.jsonl"
 OPTIONS = {"max_epochs": 2, "batch_size": 32, "mixup": 0.2, "device": "cpu", "verbose": False}
 
 
-def work(encoder: str, place: Path) -> None:
-    """Write hidden states, checkpoints, a folder, and the same folder again."""
+class Kill(NamedTuple):
+    """A moment: so many seconds after the beginning of a phase."""
+
+    phase: str
+    after: float
+
+
+class Right(NamedTuple):
+    """What a run leaves that was never disturbed."""
+
+    weights: dict[str, torch.Tensor]
+    output: bytes
+
+
+def work(encoder: str, place: Path, mark: Callable[[str], Any]) -> None:
+    """Do everything that writes, and mark the beginning of each phase."""
     loop.CHECKPOINT_SECONDS = 0.0
     cache.SEGMENT_BYTES = 4_000  # many small segments
+    prepare = cache.Features.prepare
+
+    def marked(self: Any, *rest: Any, **options: Any) -> int:
+        mark("cache")
+        left = prepare(self, *rest, **options)
+        mark("fit")
+        return left
+
+    cache.Features.prepare = marked  # type: ignore[method-assign]
     classifier = vr.RoutingClassifier(
         encoder, cache=place / "cache", checkpoint=place / "checkpoint", **OPTIONS
     ).fit(TEXTS, LABELS)
+    mark("save")
     if not (place / "model").exists():
         classifier.save_pretrained(place / "model", about={"time": "first"})
+    mark("save over")
     classifier.save_pretrained(place / "model", overwrite=True, about={"time": "second"})
+    table = place.parent / "table.txt"
+    mark("predict")
+    with open(place / OUTPUT, "w") as sys.stdout:
+        sys.argv = ["vecroute", "predict", str(place / "model"), str(table), "--rows", "4"]
+        main_of_vecroute()
 
 
-def in_a_fork(encoder: str, place: Path, limit: int | None, kill_after: float | None) -> str:
-    """Do the work in a new process, and return how it ended."""
+def in_a_fork(
+    encoder: str, place: Path, limit: int | None = None, kill: Kill | None = None
+) -> tuple[str, dict[str, float]]:
+    """Do the work in a process of its own. Return how it ended, and when each phase began."""
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         torch.set_num_threads(1)
@@ -60,19 +100,26 @@ def in_a_fork(encoder: str, place: Path, limit: int | None, kill_after: float | 
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         try:
-            work(encoder, place)
+            work(encoder, place, lambda phase: os.write(writer, f"{phase}\n".encode()))
         except OSError:
             os._exit(2)
+        except SystemExit as end:
+            os._exit(end.code if isinstance(end.code, int) else 1)
         except BaseException:
             os._exit(1)
         os._exit(0)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(pid, signal.SIGKILL)
+    os.close(writer)
+    began = {}
+    with open(reader) as marks:
+        for line in marks:
+            began[line.strip()] = time.monotonic()
+            if kill and kill.phase == line.strip():
+                time.sleep(kill.after)
+                os.kill(pid, signal.SIGKILL)
+    began["end"] = time.monotonic()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return {0: "ended", 2: "told that it cannot write", -signal.SIGKILL: "killed"}.get(
-        status, f"failed: {status}"
-    )
+    told = {0: "ended", 2: "told that it cannot write", -signal.SIGKILL: "killed"}
+    return told.get(status, f"failed: {status}"), began
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -96,26 +143,45 @@ def look(place: Path, expected: dict[str, torch.Tensor]) -> str:
     return f"the {found.about_['time']} folder"
 
 
-def rounds(
-    name: str, faults: list[tuple[int | None, float | None]], encoder: str, top: Path, expected: dict
+def check_output(place: Path, expected: bytes) -> None:
+    """Raise unless the output of ``predict`` is not there or the beginning of the right one."""
+    output = place / OUTPUT
+    if output.exists() and not expected.startswith(output.read_bytes()):
+        raise RuntimeError(f"{output} is not the beginning of the right output")
+
+
+def one_round(
+    name: str, encoder: str, place: Path, limit: int | None, kill: Kill | None, right: Right
 ) -> Counter:
+    """Run with one fault, look at what is left, and run again without."""
     counts: Counter = Counter()
-    for k, (limit, kill_after) in enumerate(faults):
-        place = top / f"{name}-{k}"
-        place.mkdir()
-        ended = in_a_fork(encoder, place, limit, kill_after)
-        counts[ended] += 1
-        if ended.startswith("failed"):
-            raise RuntimeError(f"{name} {limit or kill_after}: {ended}")
-        counts[f"left: {look(place, expected)}"] += 1
-        again = in_a_fork(encoder, place, None, None)
-        if again != "ended" or look(place, expected) != "the second folder":
-            raise RuntimeError(f"{name} {limit or kill_after}: the same work again {again}")
-        if (place / "checkpoint").exists():
-            raise RuntimeError(f"{name} {limit or kill_after}: the checkpoint is still there")
-        counts["the same work again ends with the same weights"] += 1
-        shutil.rmtree(place)
+    place.mkdir()
+    ended, began = in_a_fork(encoder, place, limit, kill)
+    counts[ended] += 1
+    if ended.startswith("failed"):
+        raise RuntimeError(f"{name} {limit or kill}: {ended}")
+    if ended == "killed":
+        counts[f"killed in {list(began)[-2]}"] += 1  # the last mark but "end"
+    counts[f"left: {look(place, right.weights)}"] += 1
+    check_output(place, right.output)
+    again, _ = in_a_fork(encoder, place)
+    if again != "ended" or look(place, right.weights) != "the second folder":
+        raise RuntimeError(f"{name} {limit or kill}: the same work again {again}")
+    if (place / OUTPUT).read_bytes() != right.output:
+        raise RuntimeError(f"{name} {limit or kill}: the same work again predicts something else")
+    if (place / "checkpoint").exists():
+        raise RuntimeError(f"{name} {limit or kill}: the checkpoint is still there")
+    counts["the same work again ends with the same weights and output"] += 1
+    shutil.rmtree(place)
     return counts
+
+
+def kills_of(n: int, began: dict[str, float], seed: int) -> list[Kill]:
+    """Return random moments, equally many in each phase."""
+    moments, times = random.Random(seed), list(began.values())
+    seconds = {phase: times[k + 1] - times[k] for k, phase in enumerate(PHASES)}
+    phases = [PHASES[k % len(PHASES)] for k in range(n)]
+    return [Kill(phase, moments.uniform(0, seconds[phase])) for phase in phases]
 
 
 def main() -> None:
@@ -128,23 +194,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
         encoder = save_tiny(top / "encoder")
+        (top / "table.txt").write_text("\n".join(TEXTS * 4) + "\n")
         torch.set_num_threads(1)
         vr.RoutingClassifier(encoder)._load_encoder(torch.device("cpu"))  # once for all forks
         undisturbed = top / "undisturbed"
         undisturbed.mkdir()
-        start = time.monotonic()
-        assert in_a_fork(encoder, undisturbed, None, None) == "ended"
-        seconds = time.monotonic() - start
-        expected = weights(undisturbed / "model")
+        ended, began = in_a_fork(encoder, undisturbed)
+        assert ended == "ended", ended
+        right = Right(weights(undisturbed / "model"), (undisturbed / OUTPUT).read_bytes())
         largest = 400_000  # bytes; a checkpoint, the largest file, has less
-        limits = [(round(largest ** (k / max(asked.limits - 1, 1))), None) for k in range(asked.limits)]
-        random_moments = random.Random(asked.seed)
-        kills = [(None, random_moments.uniform(0, seconds)) for _ in range(asked.kills)]
-        for name, faults in (("limits", limits), ("kills", kills)):
-            counts = rounds(name, faults, encoder, top, expected)
+        limits = [round(largest ** (k / max(asked.limits - 1, 1))) for k in range(asked.limits)]
+        faults: dict[str, list[tuple[int | None, Kill | None]]] = {
+            "limits": [(limit, None) for limit in limits],
+            "kills": [(None, kill) for kill in kills_of(asked.kills, began, asked.seed)],
+        }
+        for name, some in faults.items():
+            counts: Counter = Counter()
+            for k, (limit, kill) in enumerate(some):
+                counts += one_round(name, encoder, top / f"{name}-{k}", limit, kill, right)
             print(
-                json.dumps({"faults": name, "rounds": len(faults), **dict(sorted(counts.items()))}),
-                flush=True,
+                json.dumps({"faults": name, "rounds": len(some), **dict(sorted(counts.items()))}), flush=True
             )
 
 

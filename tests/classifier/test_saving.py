@@ -180,6 +180,7 @@ OF_ENCODER = ("name", "revision", "weights", "preparation", "configuration", "fi
         (lambda config: config["params"].update(device="cuda"), "params: 'device' is no option"),
         (lambda config: config["params"].update(head="none"), "the head in"),
         (lambda config: config["params"].update(head_options={"n_hid": 10**9}), "the head in"),
+        (lambda config: config["params"].update(head_options={"n_iters": 10**9}), "n_iters must be"),
         (lambda config: config["params"].update(head_options={"evil": 1}), "the head in"),
         (lambda config: config["params"].update(head_options={"n_members": 10**9}), "the head in"),
         (lambda config: config["params"].update(head_options={"n_routings": 10**9}), "the head in"),

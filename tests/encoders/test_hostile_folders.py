@@ -90,6 +90,8 @@ DOORS = {
     "predict": lambda evil, model, data, out: ["predict", model, "--encoder", evil],
     "evaluate": lambda evil, model, data, out: ["evaluate", model, data, "--encoder", evil],
     "explain": lambda evil, model, data, out: ["explain", model, "a good film", "--encoder", evil],
+    "compare": lambda evil, model, data, out: ["compare", data, "--encoder", evil],
+    "faithfulness": lambda evil, model, data, out: ["faithfulness", model, data, "--encoder", evil],
     "serve": lambda evil, model, data, out: ["serve", model, "--port", "0", "--encoder", evil],
 }
 

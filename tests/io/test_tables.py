@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from vecroute.io import tables
 from vecroute.io.cells import inert, visible
 from vecroute.io.predictions import CsvWriter, JsonWriter
 from vecroute.io.samples import read_samples
@@ -220,3 +221,62 @@ def test_a_stream_that_cannot_be_wound_back_stays_open(tmp_path):
     stream = io.BufferedReader(io.BytesIO(b"text\na\n"))
     assert [piece.rows for piece in pieces_of(stream, "csv", "it", "text")] == [[{"text": "a"}]]
     assert not stream.closed
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.gz", b'{"text": "' + b"a" * 10**6),
+        ("a.txt.gz", b"a good film\n" + b"\0" * 10**6),
+        ("a.csv.gz", b"text,label\n" + b"a" * 10**6),
+        ("a.tsv.gz", b"a" * 10**6),
+        ("quoted.csv.gz", b'text,label\n"' + b"a\n" * 10**6),
+        ("cells.csv.gz", b"text,label\n" + b'"a\n",' * 10**6),
+    ],
+)
+def test_rows_without_end_are_refused_early(tmp_path, monkeypatch, name, content):
+    monkeypatch.setattr(tables, "MAX_ROW", 1000)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content))
+    assert len(path.read_bytes()) < 20_000  # it takes a hundred times as much memory
+    with pytest.raises(
+        ValueError, match=r"could not be read: the row that ends with line \d+ has more than 1,000"
+    ):
+        rows_of(path, "text")
+
+
+def test_pieces_of_long_rows_have_fewer_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_ROW", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "a" * 400}) + "\n" for _ in range(10)))
+    pieces = list(read_pieces(path, "text"))
+    assert [len(piece.rows) for piece in pieces] == [3, 3, 3, 1]
+    assert [line for piece in pieces for line in piece.lines] == list(range(1, 11))
+
+
+def test_many_rows_are_together_longer_than_the_limit_of_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_ROW", 1000)
+    path = write(tmp_path / "a.csv", "text,label\n" + '"one\ntwo",x\n' * 500)
+    assert len(rows_of(path, "text")[0]) == 500
+
+
+def test_names_of_columns_and_labels_are_no_formulas():
+    file = io.StringIO()
+    writer = CsvWriter(file, ["@SUM(A1)", "-1+2"], ["=HYPERLINK(1)", "text"])
+    writer.write({"=HYPERLINK(1)": "a", "text": "b"}, "@SUM(A1)", [0.5, 0.5], "line 1")
+    header, row = csv.reader(io.StringIO(file.getvalue()))
+    assert header == ["'=HYPERLINK(1)", "text", "label", "'@SUM(A1)", "'-1+2"]
+    assert row == ["a", "b", "'@SUM(A1)", "0.5", "0.5"]
+
+
+@pytest.mark.parametrize("mark", ["\u202e", "\u2066", "\u200f", "\u061c", "\x9b", "\u2028", "\ud83d"])
+def test_json_lines_hold_marks_of_direction_and_halves_of_characters_as_escapes(mark):
+    file = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    row = {"text": f"a{mark}b", f"c{mark}": 1}
+    JsonWriter(file, [f"good{mark}", "bad"], row).write(row, f"good{mark}", [0.9, 0.1], "line 1")
+    file.seek(0)
+    line = file.read()
+    assert line.isascii()
+    found = json.loads(line)
+    assert (found["text"], found["label"]) == (f"a{mark}b", f"good{mark}")
+    assert f"c{mark}" in found

@@ -26,6 +26,7 @@ FORMAT = "vecroute.RoutingClassifier"
 VERSION = 1  # of the format; folders of another version are refused
 FILES = {"config.json", "model.safetensors", "README.md"}
 CONFIG_BYTES = 64 * 1024**2  # a longer config.json is refused
+MAX_ITERS = 1000  # the weights do not limit the iterations of a head, so a prediction could take years
 INSIDE = "./"  # prefix in config.json of an encoder inside the classifier's folder
 ENCODER_OPTIONS = ("depths", "max_length", "stride", "special_tokens")
 # Parameters that belong to a machine or a run, not to the classifier, or that are saved with the encoder.
@@ -195,6 +196,8 @@ def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, v
 def load_head(classifier: Any, folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
     """Build the head with its weights. Their shapes are checked before memory is allocated."""
     try:
+        if (n_iters := (classifier.head_options or {}).get("n_iters", 1)) > MAX_ITERS:
+            raise ValueError(f"n_iters must be at most {MAX_ITERS}, is {n_iters}")
         for name in ("n_members", "n_routings"):  # each needs weights of its own
             if (classifier.head_options or {}).get(name, 1) > len(weights):
                 raise ValueError(f"{name} is more than the weights")

@@ -8,8 +8,10 @@ from typing import IO, Any
 from vecroute.io.cells import inert, is_missing, visible
 
 NOTE = "no text"
-# JSON allows these characters unescaped, but a terminal may obey them.
-ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+# JSON allows these characters unescaped, but a terminal may obey them: controls, separators of lines, and
+# marks of the direction of writing. Halves of surrogate pairs cannot be encoded at all.
+CODES = (*range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+ESCAPED = {code: f"\\u{code:04x}" for code in (*CODES, *range(0xD800, 0xE000))}
 
 
 class JsonWriter:

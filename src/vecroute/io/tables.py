@@ -20,7 +20,7 @@ DELIMITERS = (",", ";", "\t", "|")  # tried in this order
 ROWS = 512  # rows in a piece
 MAX_COLUMNS = 10_000
 MAX_KEYS = 100_000  # in a JSON line, nested keys included
-MAX_CELL = 2**31 - 1  # characters
+MAX_ROW = 100_000_000  # characters of a row; a small .gz file can hold a line of any length
 LINE = "text"  # name of the only column of a .txt file
 MARKS_OF_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # first bytes of what Excel calls Unicode text
 SEPARATOR = re.compile(r'"?sep=([^"\r\n])"?\r?\n?')  # first line that tells Excel the delimiter
@@ -86,7 +86,13 @@ def next_rows(
     """Return the next rows, or none at the end of the file. Turn each error of a reader into one line."""
     try:
         with long_cells():
-            return list(itertools.islice(numbered, rows))
+            some, n_characters = [], 0
+            for row in itertools.islice(numbered, rows):
+                some.append(row)
+                n_characters += sum(len(cell) for cell in row[1].values() if isinstance(cell, str))
+                if n_characters > MAX_ROW:
+                    break
+            return some
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} {not_decoded(error)}") from error
     except Refused as error:
@@ -103,7 +109,7 @@ class Refused(ValueError):
 @contextmanager
 def long_cells() -> Iterator[None]:
     """Allow very long CSV cells. The limit holds for the whole process, so restore it afterwards."""
-    before = csv.field_size_limit(MAX_CELL)
+    before = csv.field_size_limit(MAX_ROW)
     try:
         yield
     finally:
@@ -119,15 +125,42 @@ def numbered_rows(
         return
     ends = "\n" if kind in ("jsonl", "txt") else ""  # the reader of CSV finds the ends of lines itself
     text = io.TextIOWrapper(file, "utf-16" if is_utf_16(file) else "utf-8-sig", newline=ends)
+    lines = Lines(text)
     try:
         if kind == "jsonl":
-            yield from json_rows(text)
+            yield from json_rows(lines)
         elif kind == "txt":
-            yield from ((number, {LINE: line.rstrip("\r\n")}) for number, line in enumerate(text, 1))
+            yield from ((number, {LINE: line.rstrip("\r\n")}) for number, line in enumerate(lines, 1))
         else:
-            yield from csv_rows(text, kind, columns, delimiter)
+            yield from csv_rows(lines, kind, columns, delimiter)
     finally:
         text.detach()  # leaves standard input open, which the caller owns
+
+
+class Lines:
+    """Iterate over lines. A row of several lines sets ``row`` to 0 at its end.
+
+    Raises:
+        Refused: a line is longer than MAX_ROW, or the lines of a row are together.
+    """
+
+    def __init__(self, text: io.TextIOWrapper):
+        self.text, self.several = text, False
+        self.number, self.row = 0, 0  # lines read; characters of the row so far
+
+    def __iter__(self) -> "Lines":
+        return self
+
+    def __next__(self) -> str:
+        line = self.text.readline(MAX_ROW + 1)
+        if not line:
+            raise StopIteration
+        self.number, self.row = self.number + 1, len(line) + (self.row if self.several else 0)
+        if self.row > MAX_ROW:
+            also = ": maybe a quote is not closed" if self.several else ""
+            told = f"the row that ends with line {self.number} has more than {MAX_ROW:,} characters"
+            raise Refused(f"could not be read: {told}{also}")
+        return line
 
 
 def is_utf_16(file: Any) -> bool:
@@ -183,10 +216,10 @@ def json_rows(text: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def csv_rows(
-    text: Iterable[str], kind: str, columns: Sequence[str], delimiter: str | None
+    lines: Lines, kind: str, columns: Sequence[str], delimiter: str | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows with the names of the first line as keys. A short row is filled up with empty cells."""
-    lines = iter(text)
+    lines.several = True  # a cell in quotes may have line breaks
     first, begin = next(lines, ""), 1
     if told := SEPARATOR.fullmatch(first):
         first, begin, delimiter = next(lines, ""), 2, delimiter or told[1]
@@ -206,6 +239,7 @@ def csv_rows(
             raise Refused(f"could not be read: {explained(error, begin)}") from error
         if cells is None:
             return
+        lines.row = 0
         check_width(len(cells), f"line {begin}")
         if names is None:
             names = distinct(cells)
