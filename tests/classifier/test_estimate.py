@@ -13,7 +13,7 @@ import vecroute as vr
 from tests.helpers.texts import LABELS, TEXTS
 from tests.helpers.tiny_models import save_tiny
 from tests.helpers.tiny_vision import save_tiny_vision
-from vecroute.classifier.estimate import Estimate, make_estimate
+from vecroute.classifier.estimate import Estimate, interval, make_estimate
 from vecroute.explain.report import report
 from vecroute.serve.answers import Answers, Explain, Predict
 from vecroute.training import Task
@@ -161,6 +161,18 @@ def test_the_numbers_of_an_estimate():
     assert (found.majority, found.baseline) == ("b", pytest.approx(0.6))
     assert found.low < 0.82 < 0.98 < found.high
     assert json.loads(json.dumps(found.recall)) == found.recall
+
+
+def test_the_interval_of_cross_validation_is_wider_and_reaches_further_up():
+    (low, high), (wider_low, wider_high) = (
+        interval(210, 300, method) for method in ("validation", "cross-validation")
+    )
+    assert (low, high) == pytest.approx((0.646, 0.749), abs=1e-3)
+    assert wider_low == pytest.approx(0.633, abs=1e-3)  # as of 140 of 200
+    assert wider_high == pytest.approx(1 - 0.9036 * (1 - 0.7594), abs=1e-3)
+    for right in (0, 300):  # at the ends it stays between 0 and 1
+        low, high = interval(right, 300, "cross-validation")
+        assert 0 <= low < high <= 1
 
 
 GOOD = Estimate(
