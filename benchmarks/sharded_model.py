@@ -142,7 +142,7 @@ def counted(layer: vr.VectorRouting, x_inp: Tensor) -> int:
 
 
 def message_s(numbers: int, repeats: int) -> float:
-    """Return the seconds of one all-reduce of so many float32 numbers."""
+    """Return the seconds of one all-reduce of float32 numbers."""
     message, times = torch.zeros(numbers), []
     for _ in range(repeats):
         dist.barrier()
@@ -177,7 +177,7 @@ def rank_main(rank: int, ranks: int, folder: str, case: Case, repeats: int) -> N
 
 
 def measure(ranks: int, case: Case, repeats: int) -> dict[str, object]:
-    """Return predicted and measured bytes and milliseconds of a step on so many gloo processes."""
+    """Return predicted and measured bytes and milliseconds of a step on several gloo processes."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, folder, case, repeats)
         torch.multiprocessing.spawn(rank_main, args=arguments, nprocs=ranks)

@@ -59,7 +59,7 @@ def accuracy(predicted: list[str], labels: list[str]) -> float:
 
 
 def few_shot(sentences: DataFrame, device: str, shots: list[int], n_test: int, seeds: int) -> list[Row]:
-    """Fit on so many sentences of each class, drawn anew for each seed, and predict the same others."""
+    """Fit on a few sentences of each class, new ones for each seed, and predict the same test sentences."""
     test = sentences.iloc[-n_test:]
     found = []
     for n in shots:

@@ -277,7 +277,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--stop-after",
         type=float,
         default=math.inf,
-        help="stop this process after so many seconds; the same command resumes the run",
+        help="stop this process after this time; the same command resumes the run",
     )
     add("--save-every", type=float, default=60, help="seconds between checkpoints")
     add("--steps", type=int, default=10**9, help="greatest number of steps")

@@ -33,11 +33,19 @@ PHRASES = (
     "this is the end of grad",
     "inputs used, and here",
     "multiplied with besides",
+    "nothing but itself",
+    "whom the folders are no business",
+    "though it be",
+    "has come to its end",
+    "what is left has one together",
+    "as many wait as may",
 )
 # Write the noun instead of these words.
 WORDS = ("that of", "of which", "whoever", "what is kept")
 PATTERNS = {
     "a sentence that begins with 'Of'": re.compile(r"(?<![\w'])Of\s+(?=[a-z0-9`])"),
+    # Name the argument, or say "this many".
+    "'so many' of a number": re.compile(r"\b(?:at most|of|for|after|with|in|on|to)\s+so\s+many\b"),
     **{
         f"'{phrase}'": re.compile(rf"\b{phrase}\b".replace(" ", r"\s+"), re.IGNORECASE)
         for phrase in (*WORDS, *PHRASES)
@@ -107,6 +115,7 @@ def test_the_prose_is_plain():
         ("a.py", '"""Sum.\n\nThe error is that\nof x."""\n', "a.py:3: 'that of'"),
         ("a.py", "x = 1\n# Scores.\n# Of a row,\n# the sum.\n", "a.py:3: a sentence that begins with 'Of'"),
         ("a.py", 'print("stop whoever is late")\n', "a.py:1: 'whoever'"),
+        ("a.py", "# texts of at most so\n# many words\nx = 1\n", "a.py:1: 'so many' of a number"),
         ("a.cu", "int i;\n// written once: pairs\n// wait for it\n", "a.cu:2: 'pairs wait for it'"),
         ("a.md", "Text.\n\n```\nthat of\n```\nWhat is kept, is.\n", "a.md:6: 'what is kept'"),
     ],

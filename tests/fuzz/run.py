@@ -1,4 +1,4 @@
-"""Fuzz every target for so many seconds: half by Hypothesis, half by Atheris, which follows branches of code.
+"""Fuzz every target for some seconds: half by Hypothesis, half by Atheris, which follows branches of code.
 
     python -m tests.fuzz.run --seconds 20
     python -m tests.fuzz.run --seconds 600 image http

@@ -105,7 +105,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls(rows: int) -> tuple[int, int]:
-    """Return the calls of a forward and of a backward pass over 640 inputs in chunks of so many rows."""
+    """Return the calls of a forward and of a backward pass over 640 inputs in chunks of some size."""
     p = make(640, 4, 64, rows=rows)
     with Calls() as forward:
         x_out, saved = loop.forward(p)

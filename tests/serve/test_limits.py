@@ -111,7 +111,7 @@ def test_long_jobs_advance_under_a_load_of_short_ones():
         if jobs[0].cost < 100:
             shorts.append(len(jobs))
             return [0 for _ in jobs]
-        while len(shorts) < 20:  # it gives way to so many batches, and always gets its turn back
+        while len(shorts) < 20:  # the long job lets 20 batches pass, and always gets its turn back
             between_pieces()
         return [1]
 

@@ -1,4 +1,4 @@
-"""Parts of a network as affine maps: with phi, scales and gates held fixed as they are at x."""
+"""Parts of a network as affine maps, with phi, scales and gates held fixed at their values for x."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -16,18 +16,18 @@ from vecroute.layers.general import call_network
 from vecroute.ops.common import compute_dtype, normalize
 from vecroute.ops.group import total
 
-# (x, unit) -> x_out. The bias of the votes of input i is multiplied by unit_i [..., i], by 1 if that is None.
+# (x, unit) -> x_out. The bias of the votes of input i is multiplied by unit_i [..., i], by 1 if it is None.
 Affine = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def hold(parts: list[Affine], module: nn.Module, x: Tensor, masks: Masks) -> Tensor:
-    """Return the output of a part of a network, with the gradient of the affine map that it is at x.
+    """Return the output of a part of a network, with the gradient of its affine map at x.
 
     Args:
-        parts: to which the affine map is appended.
+        parts: the list to which the affine map is appended.
         module: a ``PerVector``, a routing, or a module of standard operations.
         x: [..., i, d] its input.
-        masks: of its input.
+        masks: masks of its input.
 
     Raises:
         ValueError: the module is not affine, once its gates and scales are held.
@@ -51,7 +51,7 @@ def _hold_per_vector(module: PerVector, x: Tensor, masks: Masks) -> tuple[Tensor
     def affine(x: Tensor, unit: Tensor | None) -> Tensor:
         return gates.run(lambda x: module(x, masks.input_mask), x)  # [..., i, h]
 
-    x = x.view_as(x)  # [..., i, d], for a hook of its own
+    x = x.view_as(x)  # [..., i, d], a view that can have its own hook
     with split_of(module_name(module)):
         x_out = affine(x, None)  # [..., i, h]
         check_affine_marks(x_out, or_held=True)
@@ -62,7 +62,7 @@ def _hold_per_vector(module: PerVector, x: Tensor, masks: Masks) -> tuple[Tensor
 
 
 def _hold_module(module: Callable[..., Tensor], x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
-    """A module of standard operations, [..., i, d] -> [..., j, h] or [..., j], which may mix vectors."""
+    """Hold a module of standard operations, [..., i, d] -> [..., j, h] or [..., j]. It may mix vectors."""
     gates = Gates()
     given = () if masks.input_mask is None else (masks.input_mask,)
     if given and "input_mask" not in signature(getattr(module, "forward", module)).parameters:
@@ -84,7 +84,7 @@ def _hold_module(module: Callable[..., Tensor], x: Tensor, masks: Masks) -> tupl
 
 
 def _stop_gradients_of_nothing(x: Tensor, x_out: Tensor) -> None:
-    """Where nothing depends on an output vector [..., i, h], its input has gradient 0, though it be NaN."""
+    """Set the gradient of an input to 0, even if it is NaN, if nothing depends on its output [..., i, h]."""
     if not (x.requires_grad and x_out.requires_grad):
         return
     counts = {}
@@ -97,7 +97,7 @@ def _stop_gradients_of_nothing(x: Tensor, x_out: Tensor) -> None:
 
 
 def _in_some_pair(masks: Masks) -> Tensor | None:
-    """[..., i] True at the inputs that are used and have a pair that takes part; None if all are."""
+    """Return True [..., i] at inputs that are used and have a used pair; None if all do."""
     if masks.pair_mask is None:
         return masks.input_mask
     paired = masks.pair_mask.bool().any(-1)  # [..., i]
@@ -105,7 +105,7 @@ def _in_some_pair(masks: Masks) -> Tensor | None:
 
 
 def _hold_vector_routing(layer: VectorRouting, x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
-    """x_out_jh = N(sum_i phi_ij V_ijh) with phi and the scale of N held; V is affine in x."""
+    """Hold phi and the scale of N in x_out_jh = N(sum_i phi_ij V_ijh). V is affine in x."""
     with torch.no_grad():
         value, phi = layer.route(x, masks.input_mask, masks.pair_mask)  # [..., j, h], [..., i, j]
         dtype = compute_dtype(x.dtype)
@@ -128,7 +128,7 @@ def _hold_vector_routing(layer: VectorRouting, x: Tensor, masks: Masks) -> tuple
 
 
 def _hold_general_routing(layer: GeneralRouting, x: Tensor, masks: Masks) -> tuple[Tensor, Affine]:
-    """x_out_jh = sum_i phi_ij V_ijh with phi and the gates of F held."""
+    """Hold phi and the gates of F in x_out_jh = sum_i phi_ij V_ijh."""
     with torch.no_grad():
         value, phi = layer.route(x, masks.input_mask, masks.pair_mask)  # [..., j, h], [..., i, j]
     check_independent_votes(layer, x)

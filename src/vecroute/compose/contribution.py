@@ -27,22 +27,22 @@ class Contributions(NamedTuple):
     """
 
     values: Tensor  # [..., i] what each input adds to the output
-    base: Tensor  # [...] what the output is at x = 0, with phi, scales and gates as they are at x
-    output: Tensor  # [...] what the network computes
+    base: Tensor  # [...] the output at x = 0, with phi, scales and gates held at their values for x
+    output: Tensor  # [...] the output of the network
     completeness_error: Tensor  # [...] |sum_i values + base - output| / (sum_i |values| + |base|)
 
     def sum_groups(self, index: Tensor, n: int | None = None) -> "Contributions":
-        """Contributions of groups of inputs: tokens, words, sentences, image regions, depths.
+        """Sum contributions over groups of inputs: tokens, words, sentences, image regions, depths.
 
         Args:
-            index: [i] or [..., i] the group of each input, from 0. Each input must be in a group, for
-                contributions left out would be missing from the sum.
+            index: [i] or [..., i] the group of each input, from 0. Each input must be in a group, because the
+                sum needs all contributions.
             n: number of groups, None for one more than the largest index.
         """
         index, n = check_groups(index, n, self.values.shape[-1])
         if (index == n).any():
             raise ValueError("index must put every input in a group, got negative numbers")
-        # The dimensions of index are those of the batch, which come first in values.
+        # The dimensions of index are batch dimensions, which come first in values.
         batch, lead = self.values.shape[:-1], index.shape[:-1]
         pairs = zip(lead, batch, strict=False)
         check_batch(index, batch, len(lead) <= len(batch) and all(a in (1, b) for a, b in pairs))
@@ -56,7 +56,7 @@ class Contributions(NamedTuple):
         return {name: to_numpy(tensor) for name, tensor in self._asdict().items()}
 
     def to_pandas(self):
-        """A data frame with a row for each input of each output: value, base, output, completeness_error."""
+        """Return a data frame, a row for each input and output: value, base, output, completeness_error."""
         pandas = require("pandas", "data")
         names = [*(f"axis_{k}" for k in range(self.values.dim() - 1)), "i"]
         rows = pandas.MultiIndex.from_product([range(n) for n in self.values.shape], names=names)
@@ -67,12 +67,12 @@ class Contributions(NamedTuple):
         return pandas.DataFrame(flat, index=rows)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write to one safetensors file, whole or not at all; ``Contributions.load`` reads it."""
+        """Write one safetensors file, completely or not at all. ``Contributions.load`` reads it."""
         save_tensors(path, self._asdict(), {"kind": "contributions"})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Contributions":
-        """Read what ``save`` wrote."""
+        """Read a file that ``save`` wrote."""
         return cls(**load_tensors(path, "contributions")[0])
 
 
@@ -96,10 +96,11 @@ def contributions(
     rounding, 1e-5 in float32 outside of autocast.
 
     Args:
-        network: a routing; routings and other modules composed with ``Sequential`` and its kin; a head, which
-            takes hidden states [..., n_pos, depth, d_emb] with i = position * depth + level; or any module of
-            standard operations that returns [..., j] or [..., j, h].
-        x_inp: [..., i, d], or a tuple as the network takes it, whose inputs i follow one another.
+        network: a routing; routings and other modules composed with ``Sequential``, ``Residual``, ``Sum`` or
+            ``Concat``; a head, which takes hidden states [..., n_pos, depth, d_emb] with
+            i = position * depth + level; or any module of standard operations that returns [..., j] or
+            [..., j, h].
+        x_inp: [..., i, d], or a tuple if the network takes one. Inputs of a tuple are concatenated over i.
         output: the output j, one for all samples or a tensor [...] with one for each; None for all outputs.
         margin: an output to subtract, for the margin between two.
         bias: where the bias of the first routing's votes goes, sum_i phi_ij B_F2_jh: "base", or "votes" to
@@ -107,9 +108,9 @@ def contributions(
         input_mask, pair_mask: as in ``forward``; unused inputs contribute 0.
 
     Raises:
-        TypeError: a part of the network is a ``MatrixRouting``, or no module.
-        ValueError: an operation that is not affine and that no rule holds fixed; a ``PerVector`` that mixes
-            vectors; or a wrong argument.
+        TypeError: a part of the network is a ``MatrixRouting``, or not a module.
+        ValueError: an operation is not affine and no rule holds it fixed, a ``PerVector`` mixes vectors, or
+            an argument is wrong.
     """
     check_choice("bias", bias, ("base", "votes"))
     with torch.inference_mode(False), torch.enable_grad():
@@ -137,7 +138,7 @@ def check_complete(name: str, error: Tensor, dtype: torch.dtype) -> None:
 
 
 def completeness_error(values: Tensor, base: Tensor, output: Tensor, group: str = "") -> Tensor:
-    """|sum_i values + base - output| / (sum_i |values| + |base|), [...]; 0 where nothing is missing.
+    """Return |sum_i values + base - output| / (sum_i |values| + |base|), [...]; 0 if the sum is exact.
 
     The sums are over the inputs of every rank of the group, if there is one.
     """
@@ -148,9 +149,9 @@ def completeness_error(values: Tensor, base: Tensor, output: Tensor, group: str 
 
 
 def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Sequence[Tensor]) -> Tensor:
-    """sum_d x_id (gradient of target)_id, and the gradient of its unit where it has one, [..., i].
+    """Return sum_d x_id (gradient of target)_id, plus the gradient of its unit if it has one, [..., i].
 
-    One backward pass for each element of the target of one sample.
+    It takes one backward pass for each element of the target of one sample.
     """
     batch = inputs[0].shape[:-2]
     targets = target.reshape(*batch, -1)  # [..., k]
@@ -162,7 +163,7 @@ def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Seque
             gradients = torch.autograd.grad(total, at, retain_graph=more, materialize_grads=True)
         else:  # the votes do not depend on the inputs
             gradients = tuple(map(torch.zeros_like, at))
-        # What has no gradient contributes nothing, though it be NaN.
+        # An input without a gradient contributes nothing, even if it is NaN.
         row = [
             (g * x.detach()).where(g != 0, 0.0).sum(-1) for g, x in zip(gradients, inputs, strict=False)
         ]  # [..., i] each
@@ -173,7 +174,7 @@ def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Seque
 
 
 def select(x_out: Tensor, output: int | Tensor | None, margin: int | Tensor | None) -> Tensor:
-    """Return the outputs asked for out of x_out [..., j, h]: [...], [..., j], [..., h] or [..., j, h]."""
+    """Select the requested outputs from x_out [..., j, h]: [...], [..., j], [..., h] or [..., j, h]."""
     if output is not None:
         difference = _pick("output", x_out, output)  # [..., h]
         if margin is not None:
@@ -185,7 +186,7 @@ def select(x_out: Tensor, output: int | Tensor | None, margin: int | Tensor | No
 
 
 def _pick(name: str, x_out: Tensor, j: int | Tensor) -> Tensor:
-    """Output j of each sample, [..., h]."""
+    """Return output j of each sample, [..., h]."""
     n_out, batch = x_out.shape[-2], x_out.shape[:-2]
     if not isinstance(j, Tensor) or j.dim() == 0:
         j = torch.tensor(as_int(name, j, "an int or an integer tensor"), device=x_out.device)

@@ -5,8 +5,9 @@ times a scale; attention is a mean with weights; a sigmoid or a softmax is a gat
 ``Gates``, a module computes what it always computes, but its gradient sees gates, weights and scales as
 constants; run again, on another input, it keeps them.
 
-Every tensor that depends on x carries a mark on its way. What is neither affine in x nor held fixed is marked
-with the operation that made it. That is no error as long as it ends in a gate, as the scores of attention do.
+Every tensor that depends on x carries a mark. If a tensor is neither affine in x nor held fixed, its mark is
+the name of the operation that made it. That is no error if the tensor ends in a gate, like the scores of
+attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from vecroute.compose import rules
 from vecroute.compose.rules import NotAffine
 
-# What is known of a tensor that depends on x; any other mark names the operation that is not affine.
+# Marks of tensors that depend on x. Any other mark is the name of an operation that is not affine.
 AFFINE = "affine"
-GATE = "gate"  # affine, and an activation: in a product it is the gate
+GATE = "gate"  # affine, and the result of an activation: in a product it is the gate
 HELD = "held"
 
 
@@ -30,34 +31,34 @@ class Step(NamedTuple):
     """One call of the first run with an argument that depends on x."""
 
     name: str
-    affine: Callable[..., Any] | None  # what later runs call in its place; None: the operation itself
+    affine: Callable[..., Any] | None  # the function that later runs call instead; None: the operation itself
     mark: str
 
 
 class Gates(TorchFunctionMode):
-    """Gates and scales of one module: taken from its first run, held in every later one.
+    """The gates and scales of one module: set by its first run, held fixed in every later run.
 
     Args:
-        source: a weight such as the table of word embeddings. The first run then makes what an operation
-            computes with this weight its x; ``x`` is this tensor afterwards.
+        source: a weight such as the table of word embeddings. In the first run, the result of the operation
+            that uses this weight becomes x, and is stored as ``x``.
     """
 
     def __init__(self, source: Tensor | None = None) -> None:
         super().__init__()
         self.source, self.x = source, torch.empty(0)
         self.steps: list[Step] = []
-        self.calls: int | None = None  # how many of them this run has used; None in the first run
+        self.calls: int | None = None  # number of steps that this run has used; None in the first run
 
     def run(self, module: Callable[[Tensor], Any], x: Tensor) -> Any:
         """Return module(x) in the first run, and the value of its affine map at x in later runs."""
-        x = x.clone()  # for a mark of its own, and for modules that work in place
+        x = x.clone()  # a copy that can carry a mark, and that modules may change in place
         with self:
             x_out = module(_mark(x, AFFINE))
         self._end()
         return x_out
 
     def run_from_source(self, module: Callable[[], Any], x: Tensor | None = None) -> Any:
-        """The same for a module that computes x itself, by the ``source``; x is given in later runs."""
+        """Do the same for a module that computes x itself, from the ``source``. Later runs pass x."""
         self.given, self.met = x, 0
         with self:
             x_out = module()
@@ -77,7 +78,7 @@ class Gates(TorchFunctionMode):
             return self._from_source(func, args, kwargs)
         marks = _marks(args, kwargs)
         if not marks:
-            with torch.no_grad():  # gradients are for x alone
+            with torch.no_grad():  # only x needs gradients
                 return func(*args, **kwargs)
         name = name_of(func)
         if name in rules.DECISIONS:
@@ -97,7 +98,7 @@ class Gates(TorchFunctionMode):
         return _mark((self.x if self.given is None else self.given).clone(), AFFINE)
 
     def _first(self, func, name, args, kwargs, marks):
-        """Call an operation, remember what holds it fixed, and mark what it gives."""
+        """Call an operation, store its affine map for later runs, and mark its result."""
         plain = plain_name(name)
         affine: Callable[..., Any] | None = None
         mark = mark_of(plain, args, kwargs, marks)
@@ -132,7 +133,7 @@ class Gates(TorchFunctionMode):
         return _mark(out, mark)
 
     def _again(self, func, name, args, kwargs):
-        """Call the same operation with what the first run holds."""
+        """Call the same operation with the gates of the first run."""
         assert self.calls is not None
         if self.calls == len(self.steps) or self.steps[self.calls].name != name:
             out = func(*args, **kwargs)
@@ -150,7 +151,7 @@ class Gates(TorchFunctionMode):
 
 
 def mark_of(plain: str, args: tuple, kwargs: dict, marks: list[str]) -> str:
-    """What an operation gives, of what it is given: AFFINE, GATE, HELD, or the name of what is neither."""
+    """Return the mark of a result from the marks of the arguments: AFFINE, GATE, HELD or a name."""
     if plain in rules.CONSTANT:
         return HELD
     refused = [mark for mark in marks if mark not in (AFFINE, GATE, HELD)]
@@ -176,7 +177,7 @@ def mark_of(plain: str, args: tuple, kwargs: dict, marks: list[str]) -> str:
 
 def _mark_of_product(plain: str, args: tuple, marks: list[str], moving: list[str], refused: list[str]) -> str:
     if plain == "mul" and len(marks) == 2 and len(moving) == 1:
-        return AFFINE  # the other one is its gate, whatever it is
+        return AFFINE  # the other factor is held as its gate
     if plain == "mul" and len(moving) == 2 and len(set(moving)) == 2:
         return AFFINE
     if plain == "div":
@@ -191,7 +192,7 @@ def _mark_of_product(plain: str, args: tuple, marks: list[str], moving: list[str
 
 
 def held_factor(plain: str, args: tuple) -> int | None:
-    """Which of two factors that depend on x is held as a gate, None if there is no such pair."""
+    """Return which of two factors that depend on x is held as a gate; None if there is no such pair."""
     if plain != "mul":
         return None
     marks = [_marks((arg,), {}) for arg in args[:2]]
@@ -204,7 +205,7 @@ def check_affine_marks(out: Any, *, or_held: bool = False) -> None:
     """Raise unless a tensor, or each of several, is affine in x with its gates held.
 
     Raises:
-        NotAffine: naming the operation that is not.
+        NotAffine: an operation is not affine. The message names it.
     """
     for tensor in out if isinstance(out, tuple | list) else [out]:
         mark = getattr(tensor, "depends_on_x", None)
@@ -216,7 +217,7 @@ def check_affine_marks(out: Any, *, or_held: bool = False) -> None:
 
 @contextmanager
 def split_of(name: str) -> Iterator[None]:
-    """Errors inside say what cannot be split into contributions."""
+    """Let errors inside name the module that cannot be split into contributions."""
     try:
         yield
     except NotAffine as error:
@@ -224,13 +225,13 @@ def split_of(name: str) -> Iterator[None]:
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a torch function; of a property, the name of that property."""
+    """Return the name of a torch function, or of the property that it reads."""
     name = getattr(func, "__name__", type(func).__name__)
     return func.__self__.__name__ if name == "__get__" else name
 
 
 def plain_name(name: str) -> str:
-    """Return the name of the operation that gives a new tensor where this one works in place."""
+    """Return the name of the operation without the underscore of its in-place form."""
     name = rules.OTHER_NAMES.get(name, name)
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
@@ -241,7 +242,7 @@ def in_place(name: str, kwargs: dict) -> bool:
 
 
 def _without_gradients(args: Any) -> Any:
-    """Return the arguments, with weights and indices that are no part of the graph of x."""
+    """Detach weights and indices, which are not part of the graph of x."""
     if isinstance(args, tuple):
         return tuple(map(_without_gradients, args))
     if not isinstance(args, Tensor) or _marks((args,), {}):
@@ -252,7 +253,7 @@ def _without_gradients(args: Any) -> Any:
 
 
 def _mark(value: Any, mark: str) -> Any:
-    """Remember on a tensor, or on those in a tuple or list, how it depends on x."""
+    """Mark a tensor, or each tensor in a tuple or list."""
     if isinstance(value, Tensor):
         value.depends_on_x = mark  # type: ignore[attr-defined]
     else:
@@ -263,7 +264,7 @@ def _mark(value: Any, mark: str) -> Any:
 
 
 def _marks(args: tuple, kwargs: dict) -> list[str]:
-    """Return the marks of the tensors that depend on x, among arguments and in tuples and lists of them."""
+    """Return the marks of all arguments that depend on x, including those in tuples and lists."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):

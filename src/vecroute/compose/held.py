@@ -1,4 +1,4 @@
-"""A network as the affine map that it is at x, with phi, weights, scales and gates held fixed."""
+"""A network as an affine map at x, with phi, weights, scales and gates held fixed."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,20 +21,20 @@ from vecroute.compose.modules import (
 
 
 class Held:
-    """A network run once: its output, with the gradient of the affine map that it is at these inputs.
+    """A network run once: its output, with the gradient of its affine map at these inputs.
 
     Args:
         network: see ``contributions``.
         x_inp: [..., i, d], or a tuple of inputs; hidden states for a head.
         input_mask, pair_mask: as in ``forward``.
-        votes: whether the bias of the first routing's votes counts to its inputs.
+        votes: True to assign the bias of the first routing's votes to its inputs.
 
     Attributes:
         inputs: [..., i, d] each, leaves of the graph.
         units: [..., i] each, the factors of those biases; none unless ``votes``.
         x_out: [..., j, h].
-        group: the ranks that hold the inputs, "" for none.
-        foreign: whether there are parts other than routings and their compositions.
+        group: name of the group of ranks that share the inputs, "" for none.
+        foreign: True if there are parts other than routings and their compositions.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def _leaf(x: Tensor, masks: Masks) -> Tensor:
 
 
 def _run(network: nn.Module, x: Any, masks: Any, part: Callable[..., Tensor]) -> Tensor:
-    """The network with ``part(module, x, masks)`` in place of each routing and of each other module."""
+    """Run the network with ``part(module, x, masks)`` in place of each routing and each other module."""
 
     def visit(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, None]:
         if isinstance(module, Network) and not isinstance(module, PerVector):
@@ -95,12 +95,12 @@ def _run(network: nn.Module, x: Any, masks: Any, part: Callable[..., Tensor]) ->
 
 
 def _map(f: Callable[[Any, Masks], Any], x: Any, masks: Any) -> Any:
-    """f of each tensor in x and its masks, in the same nested tuples."""
+    """Apply f to each tensor in x and its masks, and return the results in the same nested tuples."""
     if isinstance(masks, Masks):
         return f(x, masks)
     return tuple(_map(f, *pair) for pair in zip(x, masks, strict=True))
 
 
 def _with_units(masks: Any, units: Iterator[Tensor]) -> Any:
-    """Return the masks, each with the next of the units while there are any."""
+    """Give each of the masks the next unit, as long as there are units."""
     return _map(lambda m, _: m._replace(unit=next(units, None)), masks, masks)

@@ -1,4 +1,4 @@
-"""Numerical probes of what a module does with each vector of a sequence, on vectors made up for it."""
+"""Numerical probes: check on artificial vectors how a module treats each vector of a sequence."""
 
 from collections.abc import Callable
 
@@ -9,22 +9,22 @@ from torch.func import functional_call
 from vecroute.compose.gates import Gates
 from vecroute.compose.rules import NotAffine
 
-# It is the structure of a module that is probed, so a few vectors will do where it takes any number.
+# A probe checks the structure of a module, so a few vectors are enough if it takes any number.
 N_PROBE = 64
 
 
 def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probed: set) -> None:
     """Raise if an output vector of the module depends on another input vector than its own.
 
-    NaN in a vector reaches everything that is computed from it, whatever the weights, so it may show in the
-    output of that vector alone. Vectors of all samples are numbered, and poisoned by the bits of their
-    numbers: any two differ in a bit, so for either of them there is a run that poisons it and not the other.
+    NaN in a vector reaches everything that is computed from it, for all weights. So it may appear only in the
+    output of that vector. The vectors of all samples are numbered, and each run sets the vectors to NaN whose
+    number has a certain bit. Two numbers differ in at least one bit, so some run poisons only one of the two.
 
     Args:
-        name: how the error calls the module.
+        name: name of the module in the error.
         module: [..., i, d] -> [..., i, and any more].
         x: [..., i, d] tells the number, size, dtype and device of the vectors.
-        probed: where to remember that the module passed.
+        probed: the set that remembers which modules passed.
     """
     if x.shape[:-1].numel() <= 1 or _key("independent", module, x) in probed:
         return
@@ -48,7 +48,7 @@ def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, 
 def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probed: set) -> None:
     """Raise unless the module is affine once its gates and scales are held.
 
-    Probed with noise added to the parameters, so that zeros among them hide nothing. Arguments as above.
+    The probe adds noise to the parameters, so that zeros among them hide nothing. Arguments as above.
     """
     if not x.shape[:-1].numel() or _key("affine", module, x) in probed:
         return
@@ -66,8 +66,8 @@ def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probe
             f_a, f_b, f_mix = f(a), f(b), f(0.3 * a + 0.7 * b)  # [..., n, any more] each
             error = torch.maximum((f_a - value).abs(), (0.3 * f_a + 0.7 * f_b - f_mix).abs()).max()
             tolerance = torch.finfo(precision(x)).eps ** 0.5 * torch.maximum(f_a.abs(), f_b.abs()).max()
-            fits = bool(error.isfinite() and error <= tolerance)  # infinity is no more than infinity
-        except (NotAffine, RuntimeError):  # it took another path through its code
+            fits = bool(error.isfinite() and error <= tolerance)  # both may be infinite, so check that too
+        except (NotAffine, RuntimeError):  # the module took another path through its code
             fits = False
     if not fits:
         raise ValueError(
@@ -78,7 +78,7 @@ def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probe
 
 
 def _key(probe: str, module: Callable[[Tensor], Tensor], x: Tensor) -> tuple:
-    """What a probe holds for; any number of vectors above N_PROBE is as good as N_PROBE."""
+    """Return a key for the cases that a probe covers. More than N_PROBE vectors count as N_PROBE."""
     return (
         probe,
         precision(x),
@@ -96,9 +96,9 @@ def precision(x: Tensor) -> torch.dtype:
 
 
 def _vectors(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Positive vectors [..., n, d] like x [..., i, d], as many as the module takes.
+    """Return positive vectors [..., n, d] like x [..., i, d], in a number that the module takes.
 
-    First choice are N_PROBE at most and two along each dimension of the batch, last those of x itself.
+    Try at most N_PROBE vectors and two samples along each batch dimension first, and the shape of x last.
     """
     i, d = x.shape[-2:]
     batches = [tuple(2 for _ in x.shape[:-2]), (*(2 for _ in x.shape[:-2][:1]), *x.shape[1:-2]), x.shape[:-2]]
@@ -111,7 +111,7 @@ def _vectors(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         try:
             _call(module, vectors)
             break
-        except Exception:  # a table of positions of another length, say
+        except Exception:  # for example a table of positions of another length
             if size == sizes[-1]:
                 raise
     return vectors
@@ -120,7 +120,7 @@ def _vectors(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _call(
     module: Callable[[Tensor], Tensor], x: Tensor, parameters: dict[str, Tensor] | None = None
 ) -> Tensor:
-    """Call a module with copies of x and of its buffers, which it may change, so that nothing stays in it."""
+    """Call a module with copies of x and of its buffers, so that the call leaves no trace in them."""
     x = x.clone()  # [..., n, d]
     if not isinstance(module, nn.Module):
         return module(x)

@@ -1,7 +1,7 @@
-"""What each operation of PyTorch is once gates, weights and scales are held fixed.
+"""Rules that turn operations of PyTorch into affine maps, by holding gates, weights and scales fixed.
 
-A rule is ``rule(func, *args, **kwargs) -> (value, affine)``: the value, with the gradient of the affine map
-that the operation is here; and that map itself, for other arguments.
+A rule is ``rule(func, *args, **kwargs) -> (value, affine)``. The value has the gradient of the affine map,
+and ``affine`` is this map as a function of other arguments.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class NotAffine(ValueError):
 
 
 class _Linear(torch.autograd.Function):
-    """A value with a gradient of its own."""
+    """A value with a custom gradient."""
 
     @staticmethod
     def forward(ctx, x, value, gradient):
@@ -38,7 +38,7 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, value: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the value. In the backward pass, x gets gradient(g) for an upstream gradient g."""
-    return _Linear.apply(x, [value], gradient)  # in a list, so that it is new and not an argument
+    return _Linear.apply(x, [value], gradient)  # in a list, so that autograd does not treat it as an input
 
 
 def with_value(value: Tensor, affine: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def with_value(value: Tensor, affine: Tensor) -> Tensor:
 
 
 def gated(func, input, *args, **kwargs):
-    """f(u) = gate u, where f(0) = 0; at u = 0 the gate is the slope."""
+    """Write f(u) as gate u, for f(0) = 0. At u = 0 the gate is the slope."""
     with torch.no_grad():
         zero = input == 0
         u = input.masked_fill(zero, 1e-6)
@@ -59,7 +59,7 @@ def gated(func, input, *args, **kwargs):
 
 
 def constantly(value: Any) -> Callable[..., Any]:
-    """Return a gate by itself, or the scale of a hand-written normalisation."""
+    """Return a function that always returns the value: a gate, or the scale of a normalisation."""
     return lambda *_, **__: value
 
 
@@ -69,7 +69,7 @@ def times(which: int, gate: Tensor) -> Callable[..., Tensor]:
 
 
 def copied(affine: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same for an operation that works in place."""
+    """Adapt an affine map to an operation that works in place."""
     return lambda *args, **kwargs: args[0].copy_(affine(*args, **kwargs))
 
 
@@ -128,9 +128,9 @@ def glu(func, input, dim=-1):
 
 
 def attention(func, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
-    """The weights depend on query, key and mask alone: hold these, and it is a mean of the values.
+    """Hold query, key and mask fixed, which determine the weights. Attention is then a mean of the values.
 
-    The weights themselves are never stored, whatever kernel runs.
+    The weights themselves are never stored, with any kernel.
     """
     if dropout_p:
         raise NotAffine("dropout in scaled_dot_product_attention, which .eval() turns off,")
@@ -164,7 +164,7 @@ def maximum(func, input, other):
 
 
 def largest(func, input, dim=None, keepdim=False):
-    """max or min along a dimension: which element it is, is held."""
+    """Hold the position of the largest (or smallest) element along a dimension fixed."""
     if not isinstance(dim, int):
         raise NotAffine(f"{func.__name__} of more than one dimension")
     with torch.no_grad():
@@ -261,7 +261,7 @@ INDEPENDENT = _names("""
     __format__ finfo iinfo result_type promote_types
 """)
 
-# These make Python numbers of the values of a tensor.
+# These turn values of a tensor into Python numbers, on which code may branch.
 DECISIONS = _names("__bool__ __int__ __float__ __index__ item tolist numpy equal allclose")
 OTHER_NAMES = {
     "__rsub__": "rsub",

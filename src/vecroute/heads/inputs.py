@@ -29,7 +29,7 @@ class Linears(nn.Module):
 
 
 def linear_of(n_members: int) -> Callable[[int, int], nn.Module]:
-    """Return the class of linear maps for so many members."""
+    """Return the class of linear maps for this number of members."""
     return nn.Linear if n_members == 1 else partial(Linears, n_members)
 
 
