@@ -72,9 +72,8 @@ def choose(task: str, reader: Reader, options: Any) -> list[str]:
 
 def check(task: str, trained: list[Reader], texts: list[str], method: str, device: str) -> dict[str, Any]:
     """Agreement of the seeds, agreement with a head that was never trained, memory of one explanation."""
-    fresh = vr.RoutingHead(
-        d_emb=trained[0].head.d_emb, depth=trained[0].head.depth, n_cls=corpora.TASKS[task]
-    )
+    head = trained[0].head
+    fresh = vr.RoutingHead(d_emb=head.d_emb, depth=head.depth, n_cls=corpora.TASKS[task], **head.options)
     fresh.load_state_dict(
         {name: torch.randn_like(p) * p.std(correction=0) for name, p in trained[0].head.state_dict().items()}
     )

@@ -145,7 +145,8 @@ def measure_time(options: Any, about: dict[str, Any]) -> None:
     texts, labels = corpora.load("sst2", "dev", options.data)
     classifiers = {}
     for name, head_options in list(HEADS.items())[:2]:
-        classifier = vr.RoutingClassifier("minilm", head_options=head_options, max_epochs=1, cache=False)
+        plain = {"calibrate": False, "estimate": False, "max_epochs": 1, "cache": False}
+        classifier = vr.RoutingClassifier("minilm", head_options=head_options, **plain)
         classifiers[name] = classifier.fit(texts[:64], labels[:64])
     rows = []
     for b, i in ((32, 35), (32, 175), (8, 700)):
