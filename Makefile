@@ -8,7 +8,7 @@ DOCS := $(VENV)/.docs
 FUZZ := $(VENV)/.fuzz
 RELEASE := $(VENV)/.release
 
-.PHONY: test demo test-all test-gpu check format bench docs build fuzz soak lock release-check clean
+.PHONY: test demo test-all test-gpu check format bench reproduce reproduce-gpu docs build fuzz soak lock release-check clean
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
@@ -42,6 +42,64 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/credit.py --short --results $(BENCH)
 	$(BIN)/python benchmarks/classifier.py --short --results $(BENCH)
 	$(BIN)/python benchmarks/plots.py --results $(BENCH)
+
+# Every claim at small size on a CPU, a few minutes; docs/reproduce.md lists the claims and their full commands.
+reproduce: bench
+	$(BIN)/python benchmarks/sharded_model.py --check --short --results $(BENCH)
+	$(BIN)/python benchmarks/side_by_side.py --short --parts throughput explain --results $(BENCH)
+	$(BIN)/python scripts/tables.py --check
+
+# All claims that need a GPU, about 90 minutes on one H200. Each step takes at most 20 and leaves a file in
+# build/gpu, so that an interrupted run resumes at the next step; make gpu-cost runs one step alone.
+# DATA is the folder with texts and images, AGAINST the file with the authors' layer.
+AGAINST := heinsen_routing.py
+DATA := data
+GPU_STEPS := cost speed attention accuracy images faithfulness use
+reproduce-gpu: $(GPU_STEPS:%=build/gpu/%.done)
+.PHONY: $(GPU_STEPS:%=gpu-%)
+gpu-cost: build/gpu/cost.done
+gpu-speed: build/gpu/speed.done
+gpu-attention: build/gpu/attention.done
+gpu-accuracy: build/gpu/accuracy.done
+gpu-images: build/gpu/images.done
+gpu-faithfulness: build/gpu/faithfulness.done
+gpu-use: build/gpu/use.done
+
+build/gpu/cost.done: | $(INSTALLED)
+	$(BIN)/python benchmarks/scaling.py --device cuda --modes fp32 --cases axes busy headline longest --against $(AGAINST)
+	mkdir -p build/gpu && touch $@
+
+build/gpu/speed.done: | $(INSTALLED)
+	$(BIN)/python benchmarks/scaling.py --device cuda --modes tf32 bf16 --cases headline --against $(AGAINST)
+	$(BIN)/python benchmarks/scaling.py --device cuda --cases ten-million --implementations fused
+	$(BIN)/python benchmarks/eager.py --device cuda --against $(AGAINST)
+	$(BIN)/python benchmarks/heads.py --device cuda --against $(AGAINST)
+	mkdir -p build/gpu && touch $@
+
+build/gpu/attention.done: | $(INSTALLED)
+	$(BIN)/python benchmarks/attention.py --device cuda --modes fp32 tf32 bf16
+	$(BIN)/python benchmarks/credit.py --device cuda
+	$(BIN)/python benchmarks/out_of_core.py --device cuda --n-out 100
+	mkdir -p build/gpu && touch $@
+
+build/gpu/accuracy.done: | $(INSTALLED)
+	$(BIN)/python benchmarks/accuracy.py --device cuda --tasks sst2 sst5 imdb --data $(DATA) --save build/heads
+	mkdir -p build/gpu && touch $@
+
+build/gpu/images.done: | $(INSTALLED)
+	$(BIN)/python benchmarks/accuracy.py --device cuda --tasks cifar10 --data $(DATA) --save build/heads
+	$(BIN)/python benchmarks/patches.py --device cuda --data $(DATA) --weights build/heads
+	mkdir -p build/gpu && touch $@
+
+build/gpu/faithfulness.done: build/gpu/accuracy.done
+	$(BIN)/python benchmarks/faithfulness.py --device cuda --data $(DATA) --weights build/heads
+	$(BIN)/python benchmarks/faithfulness.py --device cuda --data $(DATA) --weights build/heads --check
+	mkdir -p build/gpu && touch $@
+
+build/gpu/use.done: | $(INSTALLED)
+	$(BIN)/python benchmarks/classifier.py --device cuda
+	$(BIN)/python benchmarks/side_by_side.py --device cuda --parts throughput explain
+	mkdir -p build/gpu && touch $@
 
 # The site, in build/site; a warning is an error. The variable silences a note on the next major version of MkDocs.
 docs: $(DOCS)

@@ -6,6 +6,7 @@ has no rows comes after ``<!-- by hand: REASON -->``.
 """
 
 import csv
+import functools
 import re
 import sys
 from collections.abc import Iterable
@@ -20,18 +21,61 @@ GPU, CPU = "NVIDIA H200", "1 threads of AMD EPYC"
 Row = dict[str, str]
 
 
+# Summaries have no commits. These are the files that they were made from.
+MADE_FROM = {
+    "accuracy_summary": "accuracy",
+    "faithfulness": "faithfulness_texts",
+    "patches": "patches_images",
+    "words": "words_texts",
+}
+# The commits of the rows in the current table, for each file.
+commits: dict[str, set[str]] = {}
+
+
 def rows(name: str, **wanted: str) -> list[Row]:
     """Return the rows of a file in which every named column has the wanted value."""
-    with (RESULTS / f"{name}.csv").open(newline="") as file:
-        return [row for row in csv.DictReader(file) if wanted.items() <= row.items()]
+    found = read(name, wanted)
+    record(name, found)
+    return found
 
 
 def row(name: str, **wanted: str) -> Row:
     """Return the last such row, which is the newest. A file keeps all measurements of a case."""
-    found = rows(name, **wanted)
+    found = read(name, wanted)
     if not found:
         raise ValueError(f"{name}.csv has no row with {wanted}")
+    record(name, found[-1:])
     return found[-1]
+
+
+def read(name: str, wanted: dict[str, str]) -> list[Row]:
+    """Return such rows without recording their commits, for tables that show only some of them."""
+    return [row for row in read_file(name) if wanted.items() <= row.items()]
+
+
+@functools.cache
+def read_file(name: str) -> list[Row]:
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def record(name: str, shown: list[Row]) -> None:
+    """Record the commits of the rows that a table shows."""
+    source = MADE_FROM.get(name, name)
+    columns = [c for c in ("task", "head", "method", "device") if c in read_file(source)[0]]
+    for each in shown:
+        same = {c: each[c] for c in columns if each.get(c)}
+        found = [each] if source == name else read(source, same)
+        commits.setdefault(source, set()).update(one.get("commit") or "unknown" for one in found)
+
+
+def commits_line() -> str:
+    """Write which commits the rows of a table come from, and which of them had uncommitted changes."""
+    parts = []
+    for name, found in commits.items():
+        words = [c.removesuffix("+") + " with uncommitted changes" * c.endswith("+") for c in sorted(found)]
+        parts.append(f"`{name}.csv`, commit {', '.join(words)}")
+    return f"\nRows: {'; '.join(parts)}.\n"
 
 
 def table(head: str, lines: Iterable[Iterable[str]]) -> str:
@@ -169,8 +213,9 @@ def attention() -> str:
 
 def out_of_core(device: str) -> str:
     """Tabulate streaming of 20 GB, from the newest rows of a kind of device."""
-    with_gpu = [r for r in rows("out_of_core") if bool(r["peak_gpu_mb"]) == (device == "gpu")]
+    with_gpu = [r for r in read("out_of_core", {}) if bool(r["peak_gpu_mb"]) == (device == "gpu")]
     newest = [r for r in with_gpu if r["commit"] == with_gpu[-1]["commit"]]
+    record("out_of_core", newest)
     lines = []
     for r in newest:
         what = "forward" if r["which"] == "forward" else "forward + backward"
@@ -271,9 +316,11 @@ METHODS = (
 
 def measured(task: str, method: str, measure: str, device: str, interval: bool = False) -> str:
     """Write a measure of faithfulness, with its interval if asked; empty if it was not measured."""
-    found = rows("faithfulness", task=task, method=method, measure=measure, device=device)
+    wanted = {"task": task, "method": method, "measure": measure, "device": device}
+    found = read("faithfulness", wanted)
     if not found or not found[-1]["mean"]:
         return ""
+    record("faithfulness", found[-1:])
     numbers = {name: float(found[-1][name] or 0) for name in ("mean", "low", "high")}
     if measure == "completeness_error":
         return f"{numbers['mean']:.0e}"
@@ -437,6 +484,123 @@ def serve() -> str:
     return table(f"{head} | p99 latency, one by one | in batches | peak memory", lines)
 
 
+# The paper's claims, and scale
+
+
+def fits(quantity: str) -> str:
+    """Write R^2 of straight lines over each size, in the newest precision in which they were measured."""
+    axes = ("n_inp", "n_out", "d_inp", "d_out", "n_iters")
+    found = {axis: row("scaling_fits", case=f"busy {axis}", quantity=quantity, device=GPU) for axis in axes}
+    values = ", ".join(f"{axis} {float(fit['r2']):.3f}" for axis, fit in found.items())
+    return f"R² of {found['n_inp']['mode']}: {values}"
+
+
+def crossover(quantity: str) -> str:
+    """Write up to which length a routing needs less than an encoder layer, in tf32."""
+    found = row("attention_crossovers", quantity=quantity, mode="tf32", launch="eager")
+    if found["relation"] == "never":
+        return "never in tf32"
+    until = f"up to {float(found['N']):,.0f}" if found["relation"] == "at" else "up to the longest measured"
+    return f"from {int(found['from_N']):,} {until} in tf32, eager"
+
+
+def paper_claims() -> str:
+    """Every claim of section 5 of the paper, beside what was measured here."""
+    million = row("scaling", case="headline", length="fixed", mode="fp32", implementation="fused")
+    memory = f"{float(million['forward_mb']) * 2**20 / 1e9:.1f} GB forward in fp32"
+    later = "not measured yet"
+
+    def compared(method: str) -> str:
+        old = row("faithfulness", task="sst2", method=method, measure="comprehensiveness", device=GPU)
+        new = row("words", task="sst2", of="mean", method=method, measure="comprehensiveness")
+        return f"{float(old['mean']):.3f} and {float(new['mean']):.3f}"
+
+    def command(text: str) -> str:
+        return f"`python benchmarks/{text}`"
+
+    sizes, lengths = (
+        command("scaling.py --modes fp32 --cases axes busy"),
+        command("attention.py --modes fp32"),
+    )
+    lines = [
+        ("parameters are linear in each size", "linear", fits("parameters"), sizes),
+        ("memory of forward is linear in each size and in iterations", "linear", fits("forward_mb"), sizes),
+        ("time of forward is linear in each size and in iterations", "linear", fits("forward_ms"), sizes),
+        ("fewer parameters than an encoder layer", "up to 600 vectors", crossover("parameters"), lengths),
+        ("less memory than an encoder layer", "up to 800 vectors", crossover("forward_mb"), lengths),
+        ("less time than an encoder layer", "up to 1700 vectors", crossover("forward_ms"), lengths),
+        ("a million vectors of 1024, fp32", "under 18 GB", memory, command("scaling.py --cases headline")),
+        ("routes 89,600 vectors", "yes", later, command("scaling.py --cases longest")),
+        ("end-to-end credit of 4925 x 1000", "yes", later, command("credit.py --parts images")),
+        (
+            "end-to-end credit is interpretable",
+            "typical examples",
+            f"in part: comprehensiveness {compared('phi')} on two heads, chance {compared('random')}",
+            command("faithfulness.py --data DATA --fit 2000"),
+        ),
+    ]
+    theirs = {"imdb": "96.2", "sst5": "59.8", "sst2": "96.0"}
+    for task, name in TASKS.items():
+        ours = f"{later}; {score(task, 'paper')} with MiniLM and our recipe"
+        run = command(f"paper.py --task {task} --data DATA")
+        lines.append((f"accuracy on {name}, RoBERTa-large", f"{theirs[task]} %", ours, run))
+    for task, value in (("imagenet-1k", "86.7"), ("cifar100", "93.8"), ("cifar10", "99.2")):
+        run = command(f"paper.py --task {task} --data DATA")
+        lines.append((f"accuracy on {task}, BEiT-large", f"{value} %", later, run))
+    return table("claim | the paper | here | command", lines)
+
+
+def billion() -> str:
+    """One step over a billion vectors on several GPUs, by the simulation of benchmarks/sharded_model.py."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from floor import Case
+    from sharded_model import Network, simulate
+
+    measured_row = row("scaling", case="ten-million", device=GPU)
+    per_input = [float(measured_row[k]) / 1000 / 1e7 for k in ("forward_ms", "both_ms")]  # seconds
+    case, network, lines = Case(10**9, variable=True), Network(2e-5, 5e10), []
+    for ranks in (1, 8, 100, 1000):
+        own = case.n_inp / ranks
+        work = per_input[0] * own, (per_input[1] - per_input[0]) * own
+        found = simulate(case, ranks, network, work, jitter=0.05)
+        gigabytes = own * 1024 * 2 / 1e9
+        hours = found["step_s"] * ranks / 3600
+        cells = (f"{gigabytes:,.1f} GB", f"{found['step_s']:.3g} s", f"{found['bytes'] / 1e6:.2f} MB")
+        network_s = f"{1000 * found['travelling_s']:.2f} ms"
+        waiting = f"{1000 * found['waiting_s']:.0f} ms"
+        cost = f"{1000 * 3 * hours:.0f}"
+        lines.append((f"{ranks:,}", *cells, network_s, waiting, cost))
+    head = "GPUs | inputs of each | step | messages of a step | their time | waiting for the slowest"
+    return table(f"{head} | US$ for 1000 steps", lines)
+
+
+def sharded() -> str:
+    """Write predicted and measured bytes and times of a sharded step."""
+    lines = []
+    for ranks in ("1", "2", "4"):
+        found = row("sharded_model", ranks=ranks)
+        times = [f"{short(found[k])} ms" if found[k] else "" for k in ("predicted_ms", "measured_ms")]
+        both = [f"{int(found[k]):,}" for k in ("bytes_predicted", "bytes_counted")]
+        lines.append((ranks, *both, *times, found["load"]))
+    return table("processes | bytes predicted | bytes counted | predicted | measured | load", lines)
+
+
+def corpus() -> str:
+    """A billion texts on one GPU and on a hundred."""
+    rate = row("classifier", what="2048 sentences: predict_proba", device=GPU)
+    times = row("credit", what="words, MiniLM, 32 sentences: one margin")
+    predict = float(rate["value"])
+    lines = []
+    for name, per_second in (
+        ("predict", predict),
+        ("predict and explain words", predict / (1 + float(times["value"]))),
+    ):
+        hours = 1e9 / per_second / 3600
+        cells = (f"{per_second:,.0f}", f"{hours:,.0f} h", f"{60 * hours / 100:,.0f} min", f"{3 * hours:,.0f}")
+        lines.append((name, *cells))
+    return table("work | texts/s of one GPU | one GPU | 100 GPUs | US$", lines)
+
+
 TABLES = {
     "accuracy": accuracy,
     "accuracy-short": accuracy_short,
@@ -454,16 +618,29 @@ TABLES = {
     "images-accuracy": images_accuracy,
     "images-maps": images_maps,
     "million": million,
+    "billion": billion,
+    "corpus": corpus,
+    "paper-claims": paper_claims,
     "out-of-core-cpu": lambda: out_of_core("cpu"),
     "out-of-core-gpu": lambda: out_of_core("gpu"),
     "serve": serve,
+    "sharded-model": sharded,
     "shap": shap,
 }
 
 
-def filled(text: str) -> str:
-    """Return a document with its tables written from the rows."""
-    return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+def filled(text: str, *, with_commits: bool = True) -> str:
+    """Return a document with its tables written from the rows, and the commits of the rows below each.
+
+    The README shows no commits. Its tables are also on other pages, or show rows of a longer table.
+    """
+
+    def made(match: re.Match[str]) -> str:
+        commits.clear()
+        content = TABLES[match[2]]()
+        return f"{match[1]}{content}{commits_line() if with_commits else ''}{match[3]}"
+
+    return MARKED.sub(made, text)
 
 
 def documents() -> list[Path]:
@@ -476,7 +653,7 @@ def main() -> int:
     check, stale = "--check" in sys.argv[1:], []
     for page in documents():
         before = page.read_text()
-        after = filled(before)
+        after = filled(before, with_commits=page.name != "README.md")
         if after != before:
             stale.append(str(page.relative_to(ROOT)))
             if not check:

@@ -13,7 +13,31 @@ import tables
 
 @pytest.mark.parametrize("page", tables.documents(), ids=lambda page: page.name)
 def test_tables_are_what_the_rows_say(page):
-    assert page.read_text() == tables.filled(page.read_text()), "run python scripts/tables.py"
+    with_commits = page.name != "README.md"
+    assert page.read_text() == tables.filled(page.read_text(), with_commits=with_commits), (
+        "run python scripts/tables.py"
+    )
+
+
+def test_commits_of_the_rows_are_below_a_table(tmp_path, monkeypatch):
+    texts = "task,method,device,commit\nsst2,phi,d,abc+\nsst2,words,d,def\nimdb,phi,d,123\n"
+    (tmp_path / "words_texts.csv").write_text(texts)
+    (tmp_path / "words.csv").write_text("task,method,mean\nsst2,phi,1\nsst2,words,2\n")
+    (tmp_path / "old.csv").write_text("value\n1\n")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.read_file.cache_clear()
+    tables.commits.clear()
+    try:
+        tables.row("words", method="phi")
+        assert tables.commits_line() == "\nRows: `words_texts.csv`, commit abc with uncommitted changes.\n"
+        tables.rows("words")
+        tables.row("old")
+        line = tables.commits_line()
+        assert line.startswith("\nRows: `words_texts.csv`, commit abc with uncommitted changes, def;")
+        assert line.endswith("`old.csv`, commit unknown.\n")
+    finally:
+        tables.read_file.cache_clear()
+        tables.commits.clear()
 
 
 def test_every_table_is_in_a_document():
