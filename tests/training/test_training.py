@@ -309,7 +309,12 @@ def test_members_do_not_learn_from_mixtures_with_samples_of_others():
 @pytest.mark.parametrize("mixup", [0.0, 0.3])
 def test_every_member_drops_inputs_of_its_own(mixup):
     trainer = Trainer(
-        make_head(n_members=3), make_task(), Recipe(mixup=mixup), make_accelerator("cpu"), None, 5
+        make_head(n_members=3),
+        make_task(),
+        Recipe(mixup=mixup, drop_features=0.0),
+        make_accelerator("cpu"),
+        None,
+        5,
     )
     x, used, targets, use = trainer.inputs([20, 21, 22, 23], seeded(0))
     assert (x.shape[:2], targets.shape, use.tolist()) == ((3, 4), (3, 4, 3), [[1.0] * 4] * 3)
