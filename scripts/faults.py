@@ -2,13 +2,14 @@
 
     python scripts/faults.py --limits 40 --kills 50
 
-Each round fills a cache, trains with checkpoints, saves into a new folder, saves over it, and predicts a
-table. A round either limits the size of every file that is written (the system refuses to write more, as on
-a full disk), or kills the process (SIGKILL) at a random moment of one of these phases. After each round,
-every folder of a classifier must load, and be the old or the new one, and the output of ``predict`` must be
-the beginning of the right one. Then the same work without faults must end with the weights and the output of
-a run that was never disturbed. Prints a row of counts for each kind of fault, and for kills, how many fell
-into each phase.
+Each round fills a cache, trains with checkpoints, saves into a new folder, saves over it, predicts a table,
+and predicts a corpus of several files. A round either limits the size of every file that is written (the
+system refuses to write more, as on a full disk), or kills the process (SIGKILL) at a random moment of one of
+these phases: half of the kills after a random time, half before a random operation on files, since saving
+takes only milliseconds. After each round, every folder of a classifier must load, and be the old or the new
+one, the output of ``predict`` must be the beginning of the right one, and each file of the corpus must be
+right or missing. Then the same work without faults must end with the weights and the outputs of a run that
+was never disturbed. Prints a row of counts for each kind of fault, and how many kills fell into each phase.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,16 +41,19 @@ from vecroute.cli import main as main_of_vecroute  # noqa: E402
 from vecroute.encoders import cache  # noqa: E402
 from vecroute.training import loop  # noqa: E402
 
-PHASES = ("cache", "fit", "save", "save over", "predict")
-OUTPUT = "predictions.jsonl"
+PHASES = ("cache", "fit", "save", "save over", "predict", "corpus")
+OPERATIONS = ("open", "os.", "shutil.", "ctypes.call")  # beginnings of the names of events, see sys.audit
+OUTPUT, ANSWERS = "predictions.jsonl", "answers"
+N_SHARDS = 6
 OPTIONS = {"max_epochs": 2, "batch_size": 32, "mixup": 0.2, "device": "cpu", "verbose": False}
 
 
 class Kill(NamedTuple):
-    """A moment: so many seconds after the beginning of a phase."""
+    """A moment: so many seconds after the beginning of a phase, or before its nth operation on files."""
 
     phase: str
-    after: float
+    after: float | None = None
+    operation: int | None = None
 
 
 class Right(NamedTuple):
@@ -56,6 +61,7 @@ class Right(NamedTuple):
 
     weights: dict[str, torch.Tensor]
     output: bytes
+    answers: dict[str, bytes]  # the files of the corpus
 
 
 def work(encoder: str, place: Path, mark: Callable[[str], Any]) -> None:
@@ -81,15 +87,46 @@ def work(encoder: str, place: Path, mark: Callable[[str], Any]) -> None:
     classifier.save_pretrained(place / "model", overwrite=True, about={"time": "second"})
     table = place.parent / "table.txt"
     mark("predict")
-    with open(place / OUTPUT, "w") as sys.stdout:
-        sys.argv = ["vecroute", "predict", str(place / "model"), str(table), "--rows", "4"]
+    with open(place / OUTPUT, "w") as file, redirect_stdout(file):
+        vecroute("predict", place / "model", table, "--rows", "4")
+    mark("corpus")
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        vecroute("predict", place / "model", place.parent / "corpus", "--out", place / ANSWERS)
+
+
+def vecroute(*arguments: Any) -> None:
+    """Run a command in this process."""
+    sys.argv = ["vecroute", *map(str, arguments)]
+    try:
         main_of_vecroute()
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+class Marks:
+    """Tell the parent process where phases begin, and die before an operation on files, if asked to."""
+
+    def __init__(self, writer: int, kill: Kill | None):
+        self.writer, self.kill = writer, kill
+        self.phase, self.operations = "", 0
+        sys.addaudithook(self.hook)
+
+    def __call__(self, phase: str) -> None:
+        os.write(self.writer, f"{phase}:{self.operations}\n".encode())  # those of the phase before
+        self.phase, self.operations = phase, 0
+
+    def hook(self, event: str, _: Any) -> None:
+        if self.phase and event.startswith(OPERATIONS):
+            self.operations += 1
+            if self.kill and self.kill.phase == self.phase and self.operations == self.kill.operation:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_a_fork(
     encoder: str, place: Path, limit: int | None = None, kill: Kill | None = None
-) -> tuple[str, dict[str, float]]:
-    """Do the work in a process of its own. Return how it ended, and when each phase began."""
+) -> tuple[str, dict[str, float], list[int]]:
+    """Do the work in a new process. Return how it ended, when phases began, and their operations on files."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -100,7 +137,9 @@ def in_a_fork(
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         try:
-            work(encoder, place, lambda phase: os.write(writer, f"{phase}\n".encode()))
+            marks = Marks(writer, kill)
+            work(encoder, place, marks)
+            marks("end")
         except OSError:
             os._exit(2)
         except SystemExit as end:
@@ -109,17 +148,18 @@ def in_a_fork(
             os._exit(1)
         os._exit(0)
     os.close(writer)
-    began = {}
-    with open(reader) as marks:
-        for line in marks:
-            began[line.strip()] = time.monotonic()
-            if kill and kill.phase == line.strip():
+    began, operations = {}, []
+    with open(reader) as lines:
+        for line in lines:
+            phase, _, n = line.strip().partition(":")
+            began[phase] = time.monotonic()
+            operations.append(int(n))
+            if kill and kill.phase == phase and kill.after is not None:
                 time.sleep(kill.after)
                 os.kill(pid, signal.SIGKILL)
-    began["end"] = time.monotonic()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     told = {0: "ended", 2: "told that it cannot write", -signal.SIGKILL: "killed"}
-    return told.get(status, f"failed: {status}"), began
+    return told.get(status, f"failed: {status}"), began, operations[1:]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -143,11 +183,19 @@ def look(place: Path, expected: dict[str, torch.Tensor]) -> str:
     return f"the {found.about_['time']} folder"
 
 
-def check_output(place: Path, expected: bytes) -> None:
-    """Raise unless the output of ``predict`` is not there or the beginning of the right one."""
+def answers(place: Path) -> dict[str, bytes]:
+    """Return the files of the corpus that were written."""
+    return {path.name: path.read_bytes() for path in (place / ANSWERS).glob("[!._]*")}
+
+
+def check_output(place: Path, right: Right) -> None:
+    """Raise unless the outputs of ``predict`` are missing, right, or the beginning of the right one."""
     output = place / OUTPUT
-    if output.exists() and not expected.startswith(output.read_bytes()):
+    if output.exists() and not right.output.startswith(output.read_bytes()):
         raise RuntimeError(f"{output} is not the beginning of the right output")
+    for name, data in answers(place).items():
+        if data != right.answers[name]:
+            raise RuntimeError(f"{name} of the corpus in {place} is not the right file")
 
 
 def one_round(
@@ -156,18 +204,18 @@ def one_round(
     """Run with one fault, look at what is left, and run again without."""
     counts: Counter = Counter()
     place.mkdir()
-    ended, began = in_a_fork(encoder, place, limit, kill)
+    ended, began, _ = in_a_fork(encoder, place, limit, kill)
     counts[ended] += 1
     if ended.startswith("failed"):
         raise RuntimeError(f"{name} {limit or kill}: {ended}")
     if ended == "killed":
-        counts[f"killed in {list(began)[-2]}"] += 1  # the last mark but "end"
+        counts[f"killed in {list(began)[-1]}"] += 1
     counts[f"left: {look(place, right.weights)}"] += 1
-    check_output(place, right.output)
-    again, _ = in_a_fork(encoder, place)
+    check_output(place, right)
+    again, _, _ = in_a_fork(encoder, place)
     if again != "ended" or look(place, right.weights) != "the second folder":
         raise RuntimeError(f"{name} {limit or kill}: the same work again {again}")
-    if (place / OUTPUT).read_bytes() != right.output:
+    if (place / OUTPUT).read_bytes() != right.output or answers(place) != right.answers:
         raise RuntimeError(f"{name} {limit or kill}: the same work again predicts something else")
     if (place / "checkpoint").exists():
         raise RuntimeError(f"{name} {limit or kill}: the checkpoint is still there")
@@ -176,12 +224,19 @@ def one_round(
     return counts
 
 
-def kills_of(n: int, began: dict[str, float], seed: int) -> list[Kill]:
-    """Return random moments, equally many in each phase."""
+def kills_of(n: int, began: dict[str, float], operations: list[int], seed: int) -> list[Kill]:
+    """Return random moments, equally many in each phase, by time and by operations in turns."""
     moments, times = random.Random(seed), list(began.values())
-    seconds = {phase: times[k + 1] - times[k] for k, phase in enumerate(PHASES)}
-    phases = [PHASES[k % len(PHASES)] for k in range(n)]
-    return [Kill(phase, moments.uniform(0, seconds[phase])) for phase in phases]
+    kills = []
+    for k in range(n):
+        index = k % len(PHASES)
+        if k // len(PHASES) % 2:
+            after = moments.uniform(0, times[index + 1] - times[index])
+            kills.append(Kill(PHASES[index], after=after))
+        else:
+            operation = moments.randint(1, max(operations[index], 1))
+            kills.append(Kill(PHASES[index], operation=operation))
+    return kills
 
 
 def main() -> None:
@@ -195,18 +250,23 @@ def main() -> None:
         top = Path(folder)
         encoder = save_tiny(top / "encoder")
         (top / "table.txt").write_text("\n".join(TEXTS * 4) + "\n")
+        (top / "corpus").mkdir()
+        for k in range(N_SHARDS):
+            lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[k::N_SHARDS]]
+            (top / "corpus" / f"{k}.jsonl").write_text("".join(lines))
         torch.set_num_threads(1)
         vr.RoutingClassifier(encoder)._load_encoder(torch.device("cpu"))  # once for all forks
         undisturbed = top / "undisturbed"
         undisturbed.mkdir()
-        ended, began = in_a_fork(encoder, undisturbed)
+        ended, began, operations = in_a_fork(encoder, undisturbed)
         assert ended == "ended", ended
-        right = Right(weights(undisturbed / "model"), (undisturbed / OUTPUT).read_bytes())
+        output = (undisturbed / OUTPUT).read_bytes()
+        right = Right(weights(undisturbed / "model"), output, answers(undisturbed))
         largest = 400_000  # bytes; a checkpoint, the largest file, has less
         limits = [round(largest ** (k / max(asked.limits - 1, 1))) for k in range(asked.limits)]
         faults: dict[str, list[tuple[int | None, Kill | None]]] = {
             "limits": [(limit, None) for limit in limits],
-            "kills": [(None, kill) for kill in kills_of(asked.kills, began, asked.seed)],
+            "kills": [(None, kill) for kill in kills_of(asked.kills, began, operations, asked.seed)],
         }
         for name, some in faults.items():
             counts: Counter = Counter()
