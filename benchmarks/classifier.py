@@ -2,8 +2,9 @@
 
 1. One epoch of training the demo's head: from cached hidden states, and with the encoder in every step.
 2. Texts per second: the encoder alone (all hidden states), and ``predict_proba``.
+3. Explanations of words: one by one, and in batches.
 
-Both use the sentences of the demo, by default with the encoder "minilm". Rows are appended to classifier.csv.
+All use the sentences of the demo, by default with the encoder "minilm". Rows are appended to classifier.csv.
 """
 
 import tempfile
@@ -83,6 +84,26 @@ def throughput(
     ]
 
 
+def explaining(encoder: TextEncoder, texts: list[str], labels: list[str], device: str) -> list[Row]:
+    """Measure explanations of words: the best of two rounds, which alternate."""
+    classifier = vr.RoutingClassifier(encoder, max_epochs=1, cache=False, estimate=False, device=device)
+    classifier.fit(texts[:64], labels[:64])
+    some = texts[:16] if len(texts) <= 64 else texts[:256]
+    ways = {
+        "one by one": lambda: [classifier.explain(text) for text in some],
+        "in batches": lambda: list(classifier.explain_iter(some)),
+    }
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(2):
+        for name, run in ways.items():
+            best[name] = min(best[name], seconds(run, device))
+    case = f"words of {len(some)} sentences explained"
+    return [
+        *((f"{case}: {name}", value, "s") for name, value in best.items()),
+        (f"{case}: one by one / in batches", best["one by one"] / best["in batches"], "x"),
+    ]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument(
@@ -96,6 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
     encoder = TextEncoder(options.encoder, device=options.device)
     rows = epoch(encoder, texts, targets, options.device)
     rows += throughput(encoder, texts, labels, options.device, rounds=2 if options.short else 3)
+    rows += explaining(encoder, texts, labels, options.device)
     for what, value, unit in rows:
         print(f"{what:70} {value:10.4g} {unit}")
     about = common.about(options.device)
