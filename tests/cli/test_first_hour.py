@@ -251,6 +251,10 @@ def test_help_says_what_every_command_is_for(run):
     assert all(line.endswith(".") and not line.endswith("...") for line in commands)
 
 
+def test_mistakes_of_the_demo_are_said_at_once(run):
+    assert failed(run("demo", "--out", "notes.txt"), "notes.txt is a file: choose another --out")
+
+
 def test_8_tables_of_measures_fit_and_name_the_best(run):
     done = run("faithfulness", "model", "test.csv", "--texts", 4)
     assert done.code == 0, done.err

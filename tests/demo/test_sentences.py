@@ -14,11 +14,14 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, tmp_path, monkeypa
     first = run("demo", "--out", tmp_path / "demo")
     assert first.code == 0, first.err
     found = {path.name for path in (tmp_path / "demo").iterdir()}
-    assert {"model", "report.md", "results.json", "why-1.html", "why-4.html"} <= found
+    assert {"model", "report.md", "results.json", "why-1.html", "why-2.html"} <= found
     accuracies = json.loads((tmp_path / "demo/results.json").read_text())["accuracies"]
     for name, accuracy in accuracies.items():
         assert f"| {name} | {accuracy:.1%} |" in (tmp_path / "demo/report.md").read_text()
         assert f"{accuracy:.1%}" in first.out
+    assert "Why positive rather than negative? Score: " in first.out
+    assert "review, classified right" in first.out
+    assert "negative - positive" not in first.out
     monkeypatch.setattr(Trainer, "train_step", None)  # training again would fail
     assert run("demo", "--out", tmp_path / "demo").out == first.out
     steps = [

@@ -24,9 +24,12 @@ def demo(
 ) -> None:
     """Fit film review sentences, or drawn images, compare with logistic regression, and explain a few."""
     limit_threads()
+    folder = out or Path("demo-images" if images else "demo")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another --out")
     if images:
         from vecroute.demo.shapes import run
     else:
         from vecroute.demo import run
     with told():
-        run(out or Path("demo-images" if images else "demo"))
+        run(folder)

@@ -1,10 +1,9 @@
 """The demos: film review sentences (``run``), and shapes drawn on photos (``vecroute.demo.shapes.run``)."""
 
 from vecroute.demo.fitting import ROUTING, SEED, Samples, baselines, fitted, show_results
-from vecroute.demo.sentences import EXAMPLES, TEST_FRACTION, report, run, sentence_polarity
+from vecroute.demo.sentences import TEST_FRACTION, report, run, sentence_polarity
 
 __all__ = [
-    "EXAMPLES",
     "ROUTING",
     "SEED",
     "TEST_FRACTION",

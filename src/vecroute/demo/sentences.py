@@ -11,9 +11,12 @@ from sklearn.model_selection import train_test_split  # type: ignore[import-unty
 
 from vecroute.classifier import RoutingClassifier
 from vecroute.demo.fitting import SEED, Samples, fitted, next_steps, show_results
+from vecroute.explain.told import decided
 from vecroute.storage import write_file
 
-TEST_FRACTION, EXAMPLES = 0.2, 4
+TEST_FRACTION = 0.2
+N_RIGHT, N_WRONG, LOOKED_AT = 2, 1, 64  # sentences to explain, and how many to choose them from
+WORDS = 5  # in the account of each
 
 
 def sentence_polarity() -> pd.DataFrame:
@@ -32,17 +35,25 @@ def run(out: Path) -> None:
     console, table = Console(), sentence_polarity()
     train, test = train_test_split(table, test_size=TEST_FRACTION, random_state=SEED, stratify=table["label"])
     console.print(f"{len(train)} sentences of film reviews to learn from, {len(test)} held out.")
+    console.print(
+        "MiniLM, the encoder, stays as it is. A small head learns to route all of its hidden states."
+    )
     train, test = (Samples(part["text"].tolist(), part["label"].tolist()) for part in (train, test))
     new = RoutingClassifier("minilm")
     about = {"text column": "text", "label column": "label"}
     classifier, results = fitted(out, new, train, test, about=about)
     show_results(console, results, "sentences")
-    chosen = np.random.default_rng(SEED).choice(len(test.items), EXAMPLES, replace=False)
+    chosen = choose(classifier, test)
     explanations = classifier.explain([test.items[k] for k in chosen])
+    console.print(
+        f"\n{len(chosen)} held-out sentences: words in blue (+) speak for the predicted class, in orange (-) "
+        "against it.",
+        highlight=False,
+    )
     for why, truth in zip(explanations, [test.labels[k] for k in chosen], strict=True):
-        console.print()
-        console.print(f"[bold]{truth}[/bold] review:", highlight=False)
-        console.print(why.margin())
+        verdict = "classified right" if why.output_names[why.index(None)] == truth else "classified wrong"
+        console.print(f"\n[bold]A {truth} review, {verdict}[/bold]", highlight=False)
+        console.print(why.to_rich(k=WORDS))
     for number, why in enumerate(explanations, 1):
         why.to_html(out / f"why-{number}.html")
     (out / "report.md").write_text(report(results, explanations))
@@ -66,6 +77,15 @@ def run(out: Path) -> None:
     )  # fmt: skip
 
 
+def choose(classifier: RoutingClassifier, test: Samples) -> list[int]:
+    """Choose sentences at random: some that the classifier gets right, and some that it gets wrong."""
+    order = np.random.default_rng(SEED).permutation(len(test.items))[:LOOKED_AT].tolist()
+    found = classifier.predict([test.items[k] for k in order])
+    is_right = {k: label == test.labels[k] for k, label in zip(order, found.tolist(), strict=True)}
+    right, wrong = ([k for k in order if is_right[k] is right] for right in (True, False))
+    return right[:N_RIGHT] + wrong[:N_WRONG]
+
+
 def report(results: dict[str, Any], explanations: list) -> str:
     """Write the results and explanations as Markdown."""
     rows = "\n".join(f"| {name} | {accuracy:.1%} |" for name, accuracy in results["accuracies"].items())
@@ -73,8 +93,9 @@ def report(results: dict[str, Any], explanations: list) -> str:
     for number, why in enumerate(explanations, 1):
         margin = why.aggregate("word").margin()
         words = ", ".join(f"{part.piece} {part.value:+.2f}" for part in margin.top(5))
-        name, page = margin.output_names[0], f"[page](why-{number}.html)"
-        examples.append(f"{number}. *{why.text}*\n   {name}: {words} ({page})")
+        examples.append(
+            f"{number}. *{why.text}*\n   {decided(why).title} {words} ([page](why-{number}.html))"
+        )
     return f"""# Demo
 
 Learned from {results["n_train"]} sentences of film reviews with a frozen MiniLM encoder, in

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+MEMORY = 600.0  # seconds of steps that the remaining time is estimated from; some steps are slow
+
 
 @contextmanager
 def progress_bar(show: bool, title: str, total: int | None) -> Iterator[Any]:
@@ -25,7 +27,8 @@ def progress_bar(show: bool, title: str, total: int | None) -> Iterator[Any]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[beside]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, speed_estimate_period=MEMORY) as progress:
         task = progress.add_task(title, beside="", total=total)
 
         def update(done: int, **beside: str) -> None:
