@@ -205,13 +205,13 @@ def test_5_an_encoder_inside_the_model_moves_with_it(home):
 
 def test_5_tables_of_spreadsheets_are_read_as_they_are(run, home):
     rows = (home / "train.csv").read_text()
-    expected = "tables: 2 classes from 120 texts\n"
+    expected = "tables: 2 classes from 120 texts"
     (home / "utf-16.csv").write_bytes(rows.replace(";", "\t").encode("utf-16"))  # "Unicode text" of Excel
     (home / "sep.csv").write_text("sep=|\n" + rows.replace(";", "|"))
     (home / "ends.csv").write_bytes(b"\xef\xbb\xbf" + rows.replace("\n", "\r\n").encode())
     for table, first in (("utf-16.csv", 52), ("sep.csv", 53), ("ends.csv", 52)):
         done = run("fit", table, *FIT[2:8], "--epochs", 1, "--out", "tables", "--force")
-        assert (done.code, done.out) == (0, expected), done.err
+        assert (done.code, done.out.splitlines()[:1]) == (0, [expected]), done.err
         assert f"lines {first}, {first + 71}" in done.err
     (home / "latin.csv").write_bytes((rows + "7;caf\u00e9;pos\n").encode("latin-1"))
     latin = run("fit", "latin.csv", *FIT[2:8], "--out", "new")
