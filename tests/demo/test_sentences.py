@@ -2,6 +2,10 @@
 
 import json
 import shlex
+import subprocess
+import urllib.request
+
+import pytest
 
 from vecroute.demo import sentences
 from vecroute.training import Trainer
@@ -24,6 +28,9 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, tmp_path, monkeypa
     assert "negative - positive" not in first.out
     monkeypatch.setattr(Trainer, "train_step", None)  # training again would fail
     assert run("demo", "--out", tmp_path / "demo").out == first.out
+    examples = json.loads((tmp_path / "demo/model/config.json").read_text())["examples"]
+    assert set(examples) <= set(some["text"])  # what the page of `serve` opens with
+    assert len(examples) == 3
     steps = [
         shlex.split(line) for line in first.out.partition("Try next:")[2].splitlines() if line[:2] == "  "
     ]
@@ -33,3 +40,23 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, tmp_path, monkeypa
         assert done.code == 0, done.err
         assert "</html>" in (tmp_path / "demo" / step[-1]).read_text()
     assert steps[2][2:] == [str(tmp_path / "demo/model")]
+
+
+@pytest.mark.slow
+def test_the_page_of_the_demo_opens_as_printed(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("VECROUTE_CACHE", str(tmp_path / "cache"))
+    some = sentences.sentence_polarity().iloc[::60]
+    monkeypatch.setattr(sentences, "sentence_polarity", lambda: some)
+    command = run("demo", "--out", tmp_path / "demo").out.splitlines()[-1]
+    # On a port that is free, since 8000 may not be.
+    with subprocess.Popen(
+        [*shlex.split(command), "--port", "0"], stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            address = server.stdout.readline().split()[-1]
+            with urllib.request.urlopen(address) as page:
+                assert b"vecroute" in page.read()
+            with urllib.request.urlopen(f"{address}/model") as about:
+                assert len(json.load(about)["examples"]) == 3
+        finally:
+            server.terminate()

@@ -39,7 +39,7 @@ def run(out: Path) -> None:
         "MiniLM, the encoder, stays as it is. A small head learns to route all of its hidden states."
     )
     train, test = (Samples(part["text"].tolist(), part["label"].tolist()) for part in (train, test))
-    new = RoutingClassifier("minilm")
+    new = RoutingClassifier("minilm", keep_examples=True)  # the sentences are public
     about = {"text column": "text", "label column": "label"}
     classifier, results = fitted(out, new, train, test, about=about)
     show_results(console, results, "sentences")

@@ -4,7 +4,7 @@ import { NEXT, chosenOf, download, fill, send } from "/ask.js";
 import { colour, element, number, show } from "/view.js";
 
 const UNITS = ["patch", "region"];
-const LONGEST = 19; // of a picture on the page, in rem
+const LONGEST = 18; // of a picture on the page, in rem: two stand side by side at 1100 px
 const SMALL = 200; // pixels of an image that is shown as squares
 const CELL = 8; // of a patch in the map of a depth
 
