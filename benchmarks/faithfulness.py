@@ -28,7 +28,7 @@ CHECKED = 50  # texts for agreement over seeds, randomisation and memory
 SEEDS = (0, 1, 2)
 TEXTS = {"sst2": 500, "imdb": 200}  # how many test texts, unless --texts says otherwise
 OURS = "words"
-COMPARED = ("comprehensiveness", "sufficiency", "leave_one_out", "comprehensiveness_normalized")
+COMPARED = ("seconds", "comprehensiveness", "sufficiency", "leave_one_out", "comprehensiveness_normalized")
 
 
 def fit(task: str, seed: int, options: Any) -> None:

@@ -342,45 +342,57 @@ def faithfulness(task: str) -> str:
     return table(f"{head} | masked: suff. | leave one out | completeness error | seconds", lines)
 
 
+def beside_words(task: str, method: str, measure: str) -> tuple[float, float, str]:
+    """Return the mean of a measure, the mean of words on the same texts, and the interval of their difference."""
+    own = {"task": task, "method": method, "measure": measure}
+    mean = float(row("words", of="mean", **own)["mean"])
+    ahead = rows("words", of="words less this", **own)
+    if not ahead:
+        return mean, mean, ""
+    low, high = (float(ahead[-1][name]) for name in ("low", "high"))
+    return mean, mean + float(ahead[-1]["mean"]), f"{low:+.3f} to {high:+.3f}"
+
+
+def texts_of(task: str, method: str) -> str:
+    """Return the number of texts on which a method was measured."""
+    return row("words", task=task, of="mean", method=method, measure="comprehensiveness")["texts"]
+
+
 def faithfulness_short() -> str:
     """Tabulate the methods that the README compares, on sentences of SST-2."""
     names = {
-        "words": "words (ours, the default)",
+        "words": "**words** (ours, the default)",
         "words, 24 samples": "words, mean over 24 sub-texts (ours)",
         "states": "hidden states (ours)",
-        "integrated gradients from [MASK]": "integrated gradients from [MASK], 50 steps",
+        "SHAP, 500 evaluations": "SHAP, 500 evaluations",
         "leave one out": "leave one out",
         "phi": "`phi` alone",
         "random": "chance",
     }
-    digits = {"comprehensiveness": 3, "sufficiency": 3, "leave_one_out": 2, "seconds": 2}
-    lines = [
-        (
-            name,
-            *(
-                f"{float(row('words', task='sst2', of='mean', method=method, measure=m)['mean']):.{n}f}"
-                for m, n in digits.items()
-            ),
-        )
-        for method, name in names.items()
-    ]
-    head = "method | comprehensiveness (more is better) | sufficiency (less is better)"
-    return table(f"{head} | correlation with leaving a token out | seconds", lines)
+    lines, task = [], "sst2"
+    for method, name in names.items():
+        cells = []
+        for measure, n in {"comprehensiveness": 3, "sufficiency": 3, "leave_one_out": 2}.items():
+            own, words, _ = beside_words(task, method, measure)
+            cells.append(f"{own:.{n}f}" if method == "words" else f"{own:.{n}f} ({words:.{n}f})")
+        own, words, _ = beside_words(task, method, "seconds")
+        lines.append((name, texts_of(task, method), *cells, f"{own / words:.2g}"))
+    head = "method | sentences | comprehensiveness (more is better) | sufficiency (less is better)"
+    return table(f"{head} | correlation with leaving a token out | time, words = 1", lines)
 
 
-def faithfulness_words() -> str:
-    """Tabulate every method: means, and how far words are ahead, with paired intervals."""
+def faithfulness_words(task: str) -> str:
+    """Tabulate every method on one task: means, and how far words are ahead, with paired intervals."""
     lines = []
-    for method in dict.fromkeys(found["method"] for found in rows("words", task="sst2", of="mean")):
+    for method in dict.fromkeys(found["method"] for found in rows("words", task=task, of="mean")):
         cells = []
         for measure in ("comprehensiveness", "sufficiency", "leave_one_out"):
-            mean = row("words", task="sst2", of="mean", method=method, measure=measure)
-            ahead = rows("words", task="sst2", of="words less this", method=method, measure=measure)
-            told = [f"{float(ahead[-1][name]):+.3f}" for name in ("low", "high")] if ahead else []
-            cells += [f"{float(mean['mean']):.3f}", " to ".join(told)]
-        lines.append((method, *cells))
-    head = "method | comprehensiveness | words less this | sufficiency | words less this"
-    return table(f"{head} | leave one out | words less this", lines)
+            own, words, interval = beside_words(task, method, measure)
+            cells += [f"{own:.3f}", f"{words - own:+.3f} ({interval})" if interval else ""]
+        own, words, _ = beside_words(task, method, "seconds")
+        lines.append((method, texts_of(task, method), *cells, f"{own / words:.2g}"))
+    head = "method | sentences | comprehensiveness | words less this | sufficiency | words less this"
+    return table(f"{head} | leave one out | words less this | time, words = 1", lines)
 
 
 def shap() -> str:
@@ -613,7 +625,8 @@ TABLES = {
     "faithfulness-imdb": lambda: faithfulness("imdb"),
     "faithfulness-short": faithfulness_short,
     "faithfulness-sst2": lambda: faithfulness("sst2"),
-    "faithfulness-words": faithfulness_words,
+    "faithfulness-words": lambda: faithfulness_words("sst2"),
+    "faithfulness-words-2000": lambda: faithfulness_words("sst2-2000"),
     "heads": heads,
     "images-accuracy": images_accuracy,
     "images-maps": images_maps,
