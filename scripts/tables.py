@@ -343,7 +343,7 @@ def faithfulness(task: str) -> str:
 
 
 def beside_words(task: str, method: str, measure: str) -> tuple[float, float, str]:
-    """Return the mean of a measure, the mean of words on the same texts, and the interval of their difference."""
+    """Return the mean of a measure, the mean of words on the same texts, and their difference as interval."""
     own = {"task": task, "method": method, "measure": measure}
     mean = float(row("words", of="mean", **own)["mean"])
     ahead = rows("words", of="words less this", **own)
