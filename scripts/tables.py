@@ -548,7 +548,7 @@ def paper_claims() -> str:
             "end-to-end credit is interpretable",
             "typical examples",
             f"in part: comprehensiveness {compared('phi')} on two heads, chance {compared('random')}",
-            command("faithfulness.py --data DATA --fit 2000"),
+            command("faithfulness.py --data DATA --weights build/heads --fit 6920"),
         ),
     ]
     theirs = {"imdb": "96.2", "sst5": "59.8", "sst2": "96.0"}
