@@ -38,7 +38,7 @@ from vecroute.storage import require
 GROUP = 100  # number of images that are explained before their rows are written
 ALONE = 10  # number of images of each group that are also explained one by one
 BATCH = {"cuda": 1000, "cpu": 50}  # batch size of the encoder
-WEIGHTS = {"routing": "cifar10.npz", "wide": "cifar10-wide.npz"}  # file of each head
+HEAD, WEIGHTS = "routing", "cifar10.npz"  # the head, and the file of its weights
 # Columns to average. make_summary adds the lead of contributions to the margin over each method.
 MEASURES = (
     "deletion",
@@ -210,10 +210,10 @@ def measure(viewer: Viewer, pixels: Tensor, tried: dict[str, Method], step: int)
 def load(options: Any) -> tuple[Viewer, Tensor, Tensor, Tensor]:
     """Return the encoder with its head, and indices, pixels and labels of random test images."""
     encoder = VisionEncoder(options.encoder, device=options.device, dtype=torch.float32)
-    stacked = dict(np.load(options.weights / WEIGHTS[options.head]))
+    stacked = dict(np.load(options.weights / WEIGHTS))
     own = json.loads(str(stacked.pop("options", "{}")))  # of the head that accuracy.py chose
     sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": corpora.TASKS["cifar10"]}
-    head = make_head(options.head, seed=0, **sizes, **(own | {"implementation": options.implementation}))
+    head = make_head(HEAD, seed=0, **sizes, **(own | {"implementation": options.implementation}))
     head.load_state_dict({name: torch.tensor(stacked[name][0]).float() for name in stacked})
     pixels, labels = corpora.images("test", options.data)
     drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[: options.images]
@@ -263,7 +263,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10")
     parser.add_argument("--weights", type=Path, help="folder with the weights of the heads")
-    parser.add_argument("--head", choices=WEIGHTS, default="wide")
     parser.add_argument("--implementation", default="auto", help="implementation of the routings")
     parser.add_argument("--encoder", default="vit-cifar10")
     parser.add_argument("--images", type=int, default=500, help="number of images")
@@ -284,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for start in range(0, len(pixels), GROUP):
         rows = measure(viewer, pixels[start : start + GROUP], tried, options.step)
         places = [start + row.pop("image") for row in rows]
-        known = [{"head": options.head, "image": int(drawn[k]), "label": int(labels[k])} for k in places]
+        known = [{"head": HEAD, "image": int(drawn[k]), "label": int(labels[k])} for k in places]
         rows = [first | row | about for first, row in zip(known, rows, strict=True)]
         common.append(options.results / "patches_images.csv", rows)
         print(f"{min(start + GROUP, len(pixels))} of {len(pixels)} images", flush=True)

@@ -1,6 +1,7 @@
 """The benchmarks of images at a tiny size: hidden states of CIFAR-10, linear probes, maps of patches."""
 
 import csv
+import queue
 import sys
 
 import numpy as np
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import accuracy
 import corpora
 import patches
+from scoring import top_5
 from stacked import as_means
 from vit_model import ViT, export
 
@@ -94,16 +96,15 @@ def test_linear_probes_see_the_mean_patch_alone(folder, encoder):
         assert data.start.tolist() == list(range(len(data)))
         assert data.length.tolist() == [1] * len(data)
         assert torch.equal(data.label, splits[name].label)
-    for label, n_vectors in zip(accuracy.LINEAR, (3, 1), strict=True):
-        for job in accuracy.search_jobs("cifar10", [label], accuracy.RECIPES[:1], 2):
-            done = accuracy.run_job(job, splits | {"dev": splits["test"]})
-            assert done.parameters == 10 * (16 * n_vectors + 1)
+    (job,) = accuracy.search_jobs("cifar10", accuracy.LINEAR, accuracy.RECIPES[:1], 2)
+    done = accuracy.run_job(job, splits | {"dev": splits["test"]})
+    assert done.parameters == 10 * (3 * 16 + 1)
 
 
 def test_top_5_is_of_more_than_five_classes():
     p = np.array([[0.3, 0.25, 0.2, 0.15, 0.09, 0.01]] * 4)
-    assert accuracy.top_5(p, np.array([0, 4, 5, 5])) == 0.5
-    assert accuracy.top_5(p[:, :5], np.array([0, 0, 0, 0])) is None
+    assert top_5(p, np.array([0, 4, 5, 5])) == 0.5
+    assert top_5(p[:, :5], np.array([0, 0, 0, 0])) is None
 
 
 def test_patches_are_painted_with_the_mean_colour(viewer, pixels):
@@ -170,20 +171,15 @@ def test_rollout_is_of_the_attention_of_the_encoder(viewer, pixels):
     assert torch.equal(patches.by_rollout("mean")(viewer, view, None, None).values, found.mean(1))
 
 
-class InThisProcess:
+class InThisProcess(accuracy.Workers):
     """A replacement for ``Workers`` that runs jobs in this process."""
 
-    def __init__(self, splits, n):
-        self.splits = splits
+    def __init__(self, splits, options):
+        self.splits, self.jobs, self.results, self.processes = splits, self, queue.SimpleQueue(), []
+        self.state, self.limit = options.state, options.limit
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def run(self, jobs):
-        return [accuracy.run_job(job, self.splits) for job in jobs]
+    def put(self, job):
+        self.results.put(accuracy.run_job(job, self.splits))
 
 
 def rows_of(path):
@@ -195,16 +191,16 @@ def test_from_images_to_rows_of_heads_and_of_maps(folder, tmp_path, monkeypatch)
     monkeypatch.setattr(accuracy, "Workers", InThisProcess)
     shared = ["--device", "cpu", "--data", str(folder), "--encoder", str(folder / "encoder"), "--short"]
     shared += ["--results", str(tmp_path)]
-    accuracy.main([*shared, "--tasks", "cifar10", "--save", str(tmp_path / "heads")])
+    monkeypatch.setattr(accuracy, "GROWTH", 0)
+    raced = ["--tasks", "cifar10", "--heads", "routing", accuracy.LINEAR, "--state", str(tmp_path / "state")]
+    accuracy.main([*shared, *raced, "--save", str(tmp_path / "heads")])
     rows = rows_of(tmp_path / "accuracy.csv")
-    assert [row["head"] for row in rows] == list(accuracy.ON_IMAGES)
+    assert [row["head"] for row in rows] == ["routing", accuracy.LINEAR]
     for row in rows:
         assert 0 <= float(row["test"]) <= float(row["test_top5"]) <= 1
-    assert len(rows_of(tmp_path / "accuracy_search.csv")) == 4 * 2 + 2 * 4
-    for head in ("wide", "routing"):
-        patches.main([*shared, "--weights", str(tmp_path / "heads"), "--head", head])
+    patches.main([*shared, "--weights", str(tmp_path / "heads")])
     rows = rows_of(tmp_path / "patches_images.csv")
-    assert len(rows) == 2 * 2 * len(patches.methods())
+    assert len(rows) == 2 * len(patches.methods())
     assert {row["image"] for row in rows} <= set(map(str, range(10)))
     labels = corpora.images("test", folder)[1]
     for row in rows:
@@ -221,12 +217,12 @@ def check_summary(rows, results):
     }
 
     def mean(method, measure):
-        own = [float(r[measure]) for r in rows if (r["head"], r["method"]) == ("wide", method)]
+        own = [float(r[measure]) for r in rows if (r["head"], r["method"]) == ("routing", method)]
         return np.mean(own)
 
     for measure in ("deletion", "insertion", "seconds"):
-        assert summary["wide", "random", measure] == pytest.approx(mean("random", measure), rel=1e-3)
+        assert summary["routing", "random", measure] == pytest.approx(mean("random", measure), rel=1e-3)
     ahead = mean(patches.OURS, "insertion") - mean("random", "insertion")
-    assert summary["wide", "random", "insertion_ahead"] == pytest.approx(ahead, abs=1e-3)
+    assert summary["routing", "random", "insertion_ahead"] == pytest.approx(ahead, abs=1e-3)
     ahead = mean("random", "deletion") - mean(patches.OURS, "deletion")
-    assert summary["wide", "random", "deletion_ahead"] == pytest.approx(ahead, abs=1e-3)
+    assert summary["routing", "random", "deletion_ahead"] == pytest.approx(ahead, abs=1e-3)

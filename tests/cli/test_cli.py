@@ -492,6 +492,11 @@ def test_interrupted_the_same_command_goes_on_to_the_same_weights(
         done.append(which)
         return step(self, which)
 
+    def counted(self, which):
+        if self.checkpoint is not None:  # the heads of the estimate have no checkpoint
+            resumed.append(which)
+        return step(self, which)
+
     arguments = fit_arguments(tiny, data, tmp_path / "model")
     monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr(Trainer, "train_step", interrupted)
@@ -499,7 +504,7 @@ def test_interrupted_the_same_command_goes_on_to_the_same_weights(
     assert failed(run(*arguments), message, code=130)
     assert names(tmp_path) == [".model.partial"]
     resumed = []
-    monkeypatch.setattr(Trainer, "train_step", lambda self, which: resumed.append(which) or step(self, which))
+    monkeypatch.setattr(Trainer, "train_step", counted)
     assert run(*arguments).code == 0
     history = json.loads((tmp_path / "model/config.json").read_text())["history"]
     assert len(done) + len(resumed) == 8 * len(history)

@@ -274,4 +274,4 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     assert "comprehensiveness" in out
     code, _, err = run(tmp_path / "model", data, "--methods", "magic")
     assert code == 2
-    assert "methods must be one of" in err
+    assert "--methods must be some of these" in err

@@ -106,7 +106,7 @@ def test_words_and_states_are_told_apart(client, classifier):
     assert answer["told"]["title"] == "Why good rather than bad?"
     assert len(answer["shown"]["depths"]["names"]) == 3
     both = classifier.explain(TEXT)
-    share = 1 / (1 + np.exp(both.scores[0] - both.scores[1]))
+    share = 1 / (1 + np.exp((both.scores[0] - both.scores[1]) / both.temperature))
     assert answer["told"]["chance"]["percent"] == f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
 
 
