@@ -245,6 +245,20 @@ def test_rows_without_end_are_refused_early(tmp_path, monkeypatch, name, content
         rows_of(path, "text")
 
 
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.tsv.gz", "a.jsonl.gz", "a.txt.gz"])
+def test_rows_repeated_without_end_are_refused(tmp_path, monkeypatch, name):
+    """A megabyte of .gz holds a gigabyte of short rows, which ``fit`` would keep in memory."""
+    monkeypatch.setattr(tables, "MAX_ROW", 100_000)
+    path, rows = tmp_path / name, {"a.jsonl.gz": b'{"text": "good", "label": "a"}\n'}
+    path.write_bytes(
+        gzip.compress(b"text\n" * ("json" not in name) + rows.get(name, b"good film\n") * 300_000)
+    )
+    pieces = read_pieces(path, "text")
+    assert len(next(pieces).rows) == 512
+    with pytest.raises(ValueError, match=r"unpacks to more than [\d,]+ characters: it repeats itself"):
+        list(pieces)
+
+
 def test_pieces_of_long_rows_have_fewer_of_them(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "MAX_ROW", 1000)
     path = tmp_path / "a.jsonl"

@@ -13,9 +13,10 @@ import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
 from vecroute.corpora.answers import EXPLAINED, Answer, Answering
 from vecroute.io.images import files_in
+from vecroute.io.parquet import TooLong, batches_of, is_text, open_parquet
 from vecroute.io.predictions import CsvWriter, JsonWriter, fresh
 from vecroute.io.samples import text_of
-from vecroute.io.tables import check_width, find_delimiter, read_pieces
+from vecroute.io.tables import MAX_ROW, check_width, find_delimiter, read_pieces
 from vecroute.storage import temporary_place
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
@@ -115,12 +116,11 @@ def delimiter_of(path: Path, columns: Columns) -> str | None:
         return columns.delimiter
     unpacked: Any = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # noqa: SIM115
     with io.TextIOWrapper(unpacked, "utf-8-sig", newline="") as lines:
-        return find_delimiter(lines.readline(), [columns.text])
+        return find_delimiter(lines.readline(MAX_ROW), [columns.text])
 
 
 def holds_texts(kind: Any) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
+    return is_text(kind.value_type if pa.types.is_dictionary(kind) else kind)
 
 
 def kind_of(path: Path) -> str:
@@ -163,20 +163,20 @@ def copy_parquet(source: Path, target: Path, columns: Columns, answer: Answering
     """Copy a Parquet file batch by batch: old columns as they are, with their types, then the new ones."""
     n = 0
     try:
-        with parquet.ParquetFile(source) as table:
-            added = new_fields(table.schema_arrow.names, columns)
-            schema = table.schema_arrow
+        own = parquet.read_schema(source)
+        with open_parquet(source) as table:
+            added, schema = new_fields(own.names, columns), own
             for field in added:
                 schema = schema.append(field)
             with parquet.ParquetWriter(target, schema) as writer:
-                for batch in table.iter_batches(ROWS):
+                for batch in batches_of(table, ROWS, MAX_ROW):
                     cells = batch.column(columns.text).to_pylist()
                     rows = ({columns.text: cell} for cell in cells)
                     texts = [text_of(row, columns.text, source, n + k) for k, row in enumerate(rows, 1)]
                     arrays = new_arrays(answer(texts), [field.type for field in added], columns)
-                    writer.write_batch(pa.record_batch([*batch.columns, *arrays], schema=schema))
+                    writer.write_batch(pa.record_batch([*batch.cast(own).columns, *arrays], schema=schema))
                     n += len(texts)
-    except (pa.ArrowException, KeyError) as error:
+    except (pa.ArrowException, TooLong, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{source} could not be read: {reason}") from error
     return n

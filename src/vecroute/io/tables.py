@@ -5,15 +5,15 @@ import gzip
 import io
 import itertools
 import json
+import math
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import pyarrow.parquet as parquet  # type: ignore[import-untyped]
-
 from vecroute.io.cells import shortened
+from vecroute.io.parquet import batches_of, open_parquet
 
 FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt")
 DELIMITERS = (",", ";", "\t", "|")  # tried in this order
@@ -21,6 +21,8 @@ ROWS = 512  # rows in a piece
 MAX_COLUMNS = 10_000
 MAX_KEYS = 100_000  # in a JSON line, nested keys included
 MAX_ROW = 100_000_000  # characters of a row; a small .gz file can hold a line of any length
+MAX_RATIO = 50  # characters for each byte of a packed file; texts have about 5, one row repeated about 1,000
+ROW_COST = 100  # characters as which a row counts beside its own, since a list of rows takes memory for each
 LINE = "text"  # name of the only column of a .txt file
 MARKS_OF_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # first bytes of what Excel calls Unicode text
 SEPARATOR = re.compile(r'"?sep=([^"\r\n])"?\r?\n?')  # first line that tells Excel the delimiter
@@ -47,15 +49,29 @@ def read_pieces(
         delimiter: character between the cells of .csv and .tsv files. None finds it in the first line.
 
     Raises:
-        ValueError: the file is missing, empty, damaged, not UTF-8, lacks a column, or has more than 10,000
-            columns.
+        ValueError: the file is missing, empty, damaged, not UTF-8, lacks a column, has more than 10,000
+            columns, or is packed and has more than 50 characters for each byte, and 100 million in all.
     """
     path = Path(path)
     kind = file_format(path)
     check_file(path)
     opened: Any = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # noqa: SIM115
+    n_rows, n_characters, most = 0, 0, limit_of(path, kind)
     with opened as file:
-        yield from pieces_of(file, kind, str(path), *columns, rows=rows, delimiter=delimiter)
+        for piece in pieces_of(file, kind, str(path), *columns, rows=rows, delimiter=delimiter):
+            n_rows += len(piece.rows)
+            n_characters += sum(map(characters_of, piece.rows))
+            if max(n_characters, file.tell()) + ROW_COST * n_rows > most:
+                raise ValueError(
+                    f"{path} unpacks to more than {most:,} characters: it repeats itself too often"
+                )
+            yield piece
+
+
+def limit_of(path: Path, kind: str) -> float:
+    """Return how many characters a file may have: any number unless it is packed."""
+    packed = path.suffix == ".gz" or kind == "parquet"
+    return max(MAX_ROW, MAX_RATIO * path.stat().st_size) if packed else math.inf
 
 
 def check_file(path: Path) -> None:
@@ -89,7 +105,7 @@ def next_rows(
             some, n_characters = [], 0
             for row in itertools.islice(numbered, rows):
                 some.append(row)
-                n_characters += sum(len(cell) for cell in row[1].values() if isinstance(cell, str))
+                n_characters += characters_of(row[1])
                 if n_characters > MAX_ROW:
                     break
             return some
@@ -100,6 +116,10 @@ def next_rows(
     except Exception as error:  # each format raises errors of its own
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{name} could not be read: {message}") from error
+
+
+def characters_of(row: dict[str, Any]) -> int:
+    return sum(len(cell) for cell in row.values() if isinstance(cell, str))
 
 
 class Refused(ValueError):
@@ -189,11 +209,11 @@ def named(columns: Iterable[str]) -> str:
 
 def parquet_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
     # Parquet is read from its end, so a stream that cannot be wound back is read as a whole.
-    table = parquet.ParquetFile(file if file.seekable() else io.BytesIO(file.read()))
-    check_width(table.metadata.num_columns, "its schema")
-    number = itertools.count(1)
-    for batch in table.iter_batches(ROWS):
-        yield from zip(number, batch.to_pylist(), strict=False)
+    with open_parquet(file if file.seekable() else io.BytesIO(file.read())) as table:
+        check_width(table.metadata.num_columns, "its schema")
+        number = itertools.count(1)
+        for batch in batches_of(table, ROWS, MAX_ROW):
+            yield from ((next(number), row) for row in batch.to_pylist())
 
 
 def json_rows(text: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
