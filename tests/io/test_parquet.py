@@ -46,7 +46,6 @@ def test_a_row_that_is_too_long_is_named(path):
 
 def test_pieces_of_long_texts_have_fewer_rows(path, monkeypatch):
     monkeypatch.setattr(tables, "MAX_ROW", 10_000)
-    monkeypatch.setattr(tables, "MAX_RATIO", 10**6)
     pieces = list(read_pieces(path, "text"))
     assert sum(len(piece.rows) for piece in pieces) == 600
     assert max(len(piece.rows) for piece in pieces) < 20
@@ -54,7 +53,7 @@ def test_pieces_of_long_texts_have_fewer_rows(path, monkeypatch):
 
 
 def test_a_file_that_unpacks_without_end_is_refused(path, monkeypatch):
-    monkeypatch.setattr(tables, "MAX_ROW", 10_000)
+    monkeypatch.setattr(tables, "MAX_UNPACKED", 10_000)
     monkeypatch.setattr(tables, "MAX_RATIO", 20)
     with pytest.raises(ValueError, match=r"a.parquet unpacks to more than [\d,]+ characters"):
         list(read_pieces(path, "text"))

@@ -248,7 +248,7 @@ def test_rows_without_end_are_refused_early(tmp_path, monkeypatch, name, content
 @pytest.mark.parametrize("name", ["a.csv.gz", "a.tsv.gz", "a.jsonl.gz", "a.txt.gz"])
 def test_rows_repeated_without_end_are_refused(tmp_path, monkeypatch, name):
     """A megabyte of .gz holds a gigabyte of short rows, which ``fit`` would keep in memory."""
-    monkeypatch.setattr(tables, "MAX_ROW", 100_000)
+    monkeypatch.setattr(tables, "MAX_UNPACKED", 100_000)
     path, rows = tmp_path / name, {"a.jsonl.gz": b'{"text": "good", "label": "a"}\n'}
     path.write_bytes(
         gzip.compress(b"text\n" * ("json" not in name) + rows.get(name, b"good film\n") * 300_000)

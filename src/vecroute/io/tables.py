@@ -22,6 +22,7 @@ MAX_COLUMNS = 10_000
 MAX_KEYS = 100_000  # in a JSON line, nested keys included
 MAX_ROW = 100_000_000  # characters of a row; a small .gz file can hold a line of any length
 MAX_RATIO = 50  # characters for each byte of a packed file; texts have about 5, one row repeated about 1,000
+MAX_UNPACKED = 1_000_000_000  # characters that any packed file may have
 ROW_COST = 100  # characters as which a row counts beside its own, since a list of rows takes memory for each
 LINE = "text"  # name of the only column of a .txt file
 MARKS_OF_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # first bytes of what Excel calls Unicode text
@@ -50,7 +51,7 @@ def read_pieces(
 
     Raises:
         ValueError: the file is missing, empty, damaged, not UTF-8, lacks a column, has more than 10,000
-            columns, or is packed and has more than 50 characters for each byte, and 100 million in all.
+            columns, or is packed and has more than a billion characters, and 50 for each byte of the file.
     """
     path = Path(path)
     kind = file_format(path)
@@ -71,7 +72,7 @@ def read_pieces(
 def limit_of(path: Path, kind: str) -> float:
     """Return how many characters a file may have: any number unless it is packed."""
     packed = path.suffix == ".gz" or kind == "parquet"
-    return max(MAX_ROW, MAX_RATIO * path.stat().st_size) if packed else math.inf
+    return max(MAX_UNPACKED, MAX_RATIO * path.stat().st_size) if packed else math.inf
 
 
 def check_file(path: Path) -> None:
