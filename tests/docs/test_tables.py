@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.paths import ROOT
 
 sys.path.append(str(ROOT / "scripts"))
+import table_rows
 import tables
 
 
@@ -24,20 +25,20 @@ def test_commits_of_the_rows_are_below_a_table(tmp_path, monkeypatch):
     (tmp_path / "words_texts.csv").write_text(texts)
     (tmp_path / "words.csv").write_text("task,method,mean\nsst2,phi,1\nsst2,words,2\n")
     (tmp_path / "old.csv").write_text("value\n1\n")
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    tables.read_file.cache_clear()
-    tables.commits.clear()
+    monkeypatch.setattr(table_rows, "RESULTS", tmp_path)
+    table_rows.read_file.cache_clear()
+    table_rows.commits.clear()
     try:
-        tables.row("words", method="phi")
-        assert tables.commits_line() == "\nRows: `words_texts.csv`, commit abc with uncommitted changes.\n"
-        tables.rows("words")
-        tables.row("old")
-        line = tables.commits_line()
+        table_rows.row("words", method="phi")
+        assert table_rows.commits_line() == "\nRows: `words_texts.csv`, commit abc with uncommitted changes.\n"
+        table_rows.rows("words")
+        table_rows.row("old")
+        line = table_rows.commits_line()
         assert line.startswith("\nRows: `words_texts.csv`, commit abc with uncommitted changes, def;")
         assert line.endswith("`old.csv`, commit unknown.\n")
     finally:
-        tables.read_file.cache_clear()
-        tables.commits.clear()
+        table_rows.read_file.cache_clear()
+        table_rows.commits.clear()
 
 
 def test_every_table_is_in_a_document():
@@ -63,7 +64,7 @@ def test_a_table_that_was_edited_by_hand_shows(tmp_path, monkeypatch, capsys):
 
 def test_rows_that_are_missing_are_told():
     with pytest.raises(ValueError, match=r"heads.csv has no row with"):
-        tables.row("heads", case="none")
+        table_rows.row("heads", case="none")
 
 
 FIGURE = re.compile(r"\d\.\d|\d %|\d (?:ms|s|MB|GB)\b")

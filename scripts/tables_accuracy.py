@@ -1,0 +1,77 @@
+"""Tables of test accuracy, for texts and for images."""
+
+from table_rows import TASKS, row, rows, table
+
+HEADS = {  # of accuracy_summary.csv, as a reader knows them, best first
+    "routing": "**routing** (`RoutingHead`)",
+    "routing, wide": "routing, wide",
+    "PMA": "PMA",
+    "probe, MLPs": "probe, MLPs",
+    "paper": "the paper's head",
+    "probe, 4 queries": "probe, 4 queries",
+    "probe": "**probe**",
+    "Hopfield": "Hopfield",
+    "mean of all": "mean of all",
+    "scalar mix": "scalar mix",
+    "mean of last": "mean of last",
+    "CLS": "CLS",
+}
+
+
+def score(task: str, head: str) -> str:
+    found = rows("accuracy_summary", task=task, head=head, routing="routing")
+    return f"{float(found[0]['mean']):.2f} ± {float(found[0]['spread']):.2f}" if found else "not run"
+
+
+def accuracy() -> str:
+    """Tabulate the test accuracy of every head, and by how much routing is ahead."""
+    lines = []
+    for head, name in HEADS.items():
+        cells = [name, f"{int(row('accuracy', task='sst2', head=head)['parameters']):,}"]
+        for task in TASKS:
+            found = rows("accuracy_summary", task=task, head=head, routing="routing")
+            ahead = (
+                [f"{float(found[0][k]):+.2f}" for k in ("ahead", "low", "high")]
+                if found and found[0]["ahead"]
+                else None
+            )
+            cells += [score(task, head), f"{ahead[0]} ({ahead[1]} to {ahead[2]})" if ahead else ""]
+        lines.append(cells)
+    columns = " | ".join(f"{task} | routing ahead by" for task in TASKS.values())
+    return table(f"head | parameters | {columns}", lines)
+
+
+def accuracy_short() -> str:
+    """Tabulate the heads that the README compares."""
+    names = {
+        "routing": "`RoutingHead`",
+        "probe, MLPs": "attentive probe with MLPs",
+        "probe": "attentive probe",
+    }
+    names |= {"paper": "the paper's head", "mean of last": "mean of the last layer"}
+    lines = [(name, *(score(task, head) for task in TASKS)) for head, name in names.items()]
+    return table(f"head | {' | '.join(TASKS.values())}", lines)
+
+
+IMAGE_HEADS = {
+    "probe, MLPs": "attentive probe with a gated MLP of 512 for each vector",
+    "routing, wide": "**routing, wide**",
+    "probe": "attentive probe",
+    "routing, plain MLPs": "routing, plain MLPs",
+    "linear, mean of all": "linear probe, mean patches of all layers",
+    "linear, mean of last": "linear probe, mean patch of the last layer",
+}
+
+
+def images_accuracy() -> str:
+    """Test accuracy on CIFAR-10, and by how much the wide routing head is ahead."""
+    lines = []
+    for head, name in IMAGE_HEADS.items():
+        found = row("accuracy_summary", task="cifar10", head=head)
+        seeds = rows("accuracy", task="cifar10", head=head)
+        top_5 = sum(100 * float(r["test_top5"]) for r in seeds) / len(seeds)
+        ahead = [f"{float(found[k]):+.2f}" for k in ("ahead", "low", "high")] if found["ahead"] else None
+        top_1 = f"{float(found['mean']):.2f} ± {float(found['spread']):.2f}"
+        difference = f"{ahead[0]} ({ahead[1]} to {ahead[2]})" if ahead else ""
+        lines.append((name, f"{int(seeds[-1]['parameters']):,}", top_1, difference, f"{top_5:.2f}"))
+    return table("head | parameters | top 1 | `wide` ahead by | top 5", lines)
