@@ -30,7 +30,8 @@ def test_commits_of_the_rows_are_below_a_table(tmp_path, monkeypatch):
     table_rows.commits.clear()
     try:
         table_rows.row("words", method="phi")
-        assert table_rows.commits_line() == "\nRows: `words_texts.csv`, commit abc with uncommitted changes.\n"
+        line = table_rows.commits_line()
+        assert line == "\nRows: `words_texts.csv`, commit abc with uncommitted changes.\n"
         table_rows.rows("words")
         table_rows.row("old")
         line = table_rows.commits_line()
