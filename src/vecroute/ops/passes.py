@@ -98,7 +98,7 @@ def forward_pass(p: Problem, M, f_a_inp, kept, y, s, phi_out, outputs) -> None:
             multiply(chunk, x)
             fill_phi(chunk)
             fresh = writes(p) and chunk.rows.start == 0
-            add_sum(to_sum, fresh)  # now, while phi is in the cache
+            add_sum(to_sum, fresh)  # here, because phi is still in the cache
             accumulate_over_inputs(p, y_b, phi_T, x, fresh)
             if phi_out is not None:
                 phi_out[chunk.batch, chunk.rows] = phi if outputs is None else phi[..., outputs]  # [b, i, j]
@@ -148,9 +148,8 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
         total_M = grad_M if first else grad_M[samples]  # [b or 1, q - j, d]
         add_sum = p.pairs.summer(sums[samples], of_chunk(to_sum, like).mT) if p.variable else None
         for chunk in same:
-            if (
-                p.plan.on_cpu
-            ):  # not on a GPU, which is done soon, and where callers could change the precision in between
+            # Not on a GPU: its work ends soon, and other code could change the matmul precision in between.
+            if p.plan.on_cpu:
                 between_pieces()
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]
             operand = as_operand(p, x, chunk)  # [b, i, d]

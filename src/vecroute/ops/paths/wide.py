@@ -53,11 +53,11 @@ def rows_kernel(
     f,  # [b, i]
     phi,  # [b, i, j] the result
     sums,  # [b, k, j] its sums over the rows of each program
-    start,  # the first row of the chunk in what has all of them: f and the parameters
+    start,  # the first row of the chunk in f and the parameters, which have all rows
     n_rows,  # of a program
     n_inp, n_out, dot_i, phi_i, f_b,  # n_out, dot_i and phi_i in units of VEC
     FIRST: tl.constexpr,
-    STAGES: tl.constexpr,  # where more than 1, a row is loaded while the one before is computed
+    STAGES: tl.constexpr,  # if more than 1, a program loads the next row while it computes this one
     BLOCK_J: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
@@ -113,13 +113,13 @@ def rows_backward_kernel(
     grad_f,  # [b, i], added to; where FIRST turned into the gradient of W_A x_inp
     grad_use, grad_ign, grad_W_S, grad_B_S,  # [b, i, j] each, of b one or of the chunk alone
     waiting,  # [i, 2 j] where WAITS: grad_use as bfloat16
-    start, grad_start,  # the first row of the chunk in what has all of them, and in these gradients
+    start, grad_start,  # the first row of the chunk in f and the parameters, and in these gradients
     n_rows,  # of a program
     n_inp, n_out, pairs_i, width, dot_0, dot_i, waiting_i,  # all but n_inp in units of VEC
     f_b, grad_s_b,
     FIRST: tl.constexpr,
     ADD: tl.constexpr,  # whether these gradients are added to
-    WAITS: tl.constexpr,  # whether gradients of c_sum, and of c_ign times -1, wait until FIRST
+    WAITS: tl.constexpr,  # whether the gradients of c_sum and of -c_ign are stored until FIRST reads them
     STAGES: tl.constexpr,
     BLOCK_J: tl.constexpr,
     VEC: tl.constexpr,

@@ -97,7 +97,7 @@ def turn(
     u = room.take("u", f, *shape)  # [b, i, j], phi / f(a_inp)
     R = one_minus_f = R_c = None  # type: Any
     if c_ign is None:
-        u.copy_(c_sum)  # since results may overwrite c_sum
+        u.copy_(c_sum)  # a copy, because results may overwrite c_sum
     else:
         R = room.take("R", f, *shape)  # [b, i, j]
         one_minus_f = responsibilities(p, chunk, dot, use, R, room)  # [b, i, j]
@@ -264,7 +264,7 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
         grad_x = into.grad_x[chunk.batch, chunk.rows]  # [b, i, d]
         accumulate(p, grad_x, pairs, M, into.fresh)
         grad_x.addcmul_(grad_a, p.w.W_A[chunk.rows])  # [b, i, d]
-    fresh = chunk.samples.start == 0  # only the first iteration gets here
+    fresh = chunk.samples.start == 0  # this function runs in the first iteration only
     grad_W_A = grads["W_A"][chunk.rows]  # [i, d]
     if fresh and len(x) == 1:
         torch.mul(grad_a[0], x[0], out=grad_W_A)

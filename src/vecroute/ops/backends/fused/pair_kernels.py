@@ -155,7 +155,7 @@ def coefficients_kernel(
     BLOCK_J: tl.constexpr,
     TILES: tl.constexpr,  # blocks of outputs; if there is one, everything stays in registers
     VEC: tl.constexpr,  # a divisor of n_out and all row strides, which are given in units of it
-    T: tl.constexpr,  # what is computed in
+    T: tl.constexpr,  # dtype of all arithmetic
 ):  # fmt: skip
     """phi = f (c_sum R - c_ign)."""
     n_out = n_out * VEC

@@ -139,11 +139,11 @@ def outputs_backward_kernel(
     grad_s,  # [b, j]
     grad_W_F1, grad_B_F2,  # [parts, j, d], [parts, j, h]
     n_W, n_B,  # programs
-    n_batch, n_rows, n_out, d_out, n_d, n_h,  # how many b, b j, j, h, j d, j h
-    grad_y_b, grad_y_0,  # its stride, and where it begins
+    n_batch, n_rows, n_out, d_out, n_d, n_h,  # numbers of b, b j, j, h, j d, j h
+    grad_y_b, grad_y_0,  # stride over b of grad_y, and the offset of its first element
     step,  # how many samples a part has
     fresh_W, fresh_B,  # whether these gradients are stored instead of added to
-    ONE: tl.constexpr,  # whether there is one sample: then the programs for s see to B_F2
+    ONE: tl.constexpr,  # whether there is one sample; then the programs for s also compute grad_B_F2
     ROUNDS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,  # samples and numbers
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,  # rows and features

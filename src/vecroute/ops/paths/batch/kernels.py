@@ -317,7 +317,7 @@ def next_backward_kernel(
     x, M, x_tops, M_tops,  # as above; M from row M_0 on: grad_y, then x_hat
     c_sum, c_ign, W_S, B_S, f, grad_s, use, tiles,  # as above; [b, j]
     results,  # [r, q] from column M_0 on: phi and the gradient of dot, times the tops of M
-    before, tops,  # [r] tops of the iteration after this one, not read if FRESH; and of these: not less
+    before, tops,  # [r] tops of the next iteration, not read if FRESH; [r] new tops, at least as great
     grad_c, grad_f, parts,  # [r, 2 j] of c_sum and c_ign where not FIXED; [r]; [4, b, i, j] where FIXED
     to_sum, sum_tops, sums,  # [r, j] the gradient of dot, [n], [n, j]
     n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
@@ -412,9 +412,9 @@ def first_backward_kernel(
     shared_tops,  # [2 j] tops of the rows for c_sum and c_ign
     c_sum, c_ign, f, sqrt_n_inp, grad_s, use, tiles,  # as above
     results,  # [r, q] from column M_0 on: phi, and where not FIXED the gradients of c_sum and c_ign
-    before, tops,  # [t - 1, r] tops of later iterations, the second one last; [r] tops of all results
+    before, tops,  # [t - 1, r] tops of later iterations, from the last to the second; [r] tops of all results
     grad_c, grad_f, parts,  # as above; grad_f turns into the gradient of W_A x_inp
-    to_sum, sum_tops, sums,  # unless FIXED [r, 2 j] these gradients; [n]; [n, 2 j + 1] sums, at last a_inp's
+    to_sum, sum_tops, sums,  # unless FIXED: [r, 2 j] gradients; [n]; [n, 2 j + 1] sums, the last of a_inp
     n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j, results_i, part_b,
     n_rows,
     PRIOR: tl.constexpr, N_ITERS: tl.constexpr, FRESH: tl.constexpr, FIXED: tl.constexpr,
@@ -658,7 +658,7 @@ def reduce_kernel(
     first, last = b * per_sample, (b + 1) * per_sample
     if PACKED:
         start = start_of(cu_seqlens, b, n_rows)
-        first = start // PART + b  # as ``segments_kernel`` places them
+        first = start // PART + b  # where ``segments_kernel`` places the parts
         last = first + tl.cdiv(tl.maximum(start_of(cu_seqlens, b + 1, n_rows) - start, 0), PART)
     o = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros([PARTS, BLOCK_N], T)
