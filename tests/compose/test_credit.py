@@ -95,6 +95,7 @@ def test_top_leaves_unused_inputs_for_last():
         (lambda c: c.sum_groups(torch.zeros(2, 3, 9).long()), ValueError, r"got \[2, 3, 9\]"),
         (lambda c: vr.Credit(c.dense(), torch.ones(9)), TypeError, "input_mask must be a bool"),
         (lambda c: vr.Credit(c.dense(), torch.ones(8).bool()), ValueError, r"input_mask must be .*n_inp=9"),
+        (lambda c: c.sum_groups([True] * 9), TypeError, "index must be an integer tensor .*bool"),
         (lambda c: c.sum_groups(torch.zeros(9)), TypeError, "index must be an integer tensor .*float32"),
         (lambda c: c.sum_groups(torch.arange(9), n=5), ValueError, "index must be less than n=5, got 8"),
     ],

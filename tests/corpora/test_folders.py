@@ -257,3 +257,13 @@ def test_the_command_line(model, corpus, tmp_path, run):
     assert "--by must be token, word, sentence or chunk" in by.err
     assert run("predict", model, tmp_path / "nowhere", "--out", tmp_path / "x").code == 2
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("nowhere", "nowhere is not there"), ("a.xlsx", r"a.xlsx must end with .parquet")]
+)
+def test_no_corpus(classifier, tmp_path, name, message):
+    (tmp_path / "a.xlsx").write_bytes(b"")
+    with pytest.raises(ValueError, match=message):
+        predict_folder(classifier, tmp_path / name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
