@@ -17,8 +17,9 @@ test: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/vecroute demo --out demo
 
+# The walk of a new user goes on from test to test, so the tests of a file stay in one process.
 test-all: $(INSTALLED) $(BROWSER) $(DOCS)
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu
