@@ -155,7 +155,7 @@ def test_3_and_7_evaluate_refuses_typos_and_writes_a_report(run, home):
     assert refused(run("evaluate", "model", "test.csv", "--label", "id"), "has the label '0'")
     counted = json.loads(run("evaluate", "model", "typo.csv", "--allow-unknown", "--json").out)
     assert counted["accuracy"] == pytest.approx(2 / 3)
-    (home / "many.csv").write_text("text,label\n" + "a good film,pos\na dull film,neg\n" * 50)
+    (home / "many.csv").write_text("review;stars\n" + "a good film;pos\na dull film;neg\n" * 50)
     code, _, shown = on_a_terminal("evaluate", "model", "many.csv")
     assert code == 0
     assert "classifying" in shown  # 64 texts or fewer take no time worth a bar
