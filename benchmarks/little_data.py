@@ -37,7 +37,7 @@ from vecroute.training.evaluation import calibration_error
 CACHE_BYTES = 60 * 1024**3
 N_HELD_OUT = {"sentences": 2000, "reviews": 2000, "grades": 700, "words": 700, "topics": 600}
 FEWEST = 8  # texts for each class; smaller sizes are left out
-N_REVIEWS, REVIEW_WORDS = 1100, 200  # training reviews to draw from, and words of each review
+N_REVIEWS, REVIEW_WORDS = 10_000, 200  # training reviews to draw from, and words of each review
 REMOVED = [
     "film",
     "movie",
@@ -164,7 +164,7 @@ class Corpus:
             if len(found) == self.n_cls and counts.min() >= 3:
                 return chosen
 
-    def measure(self, n: int, draw: int) -> dict[str, object]:
+    def measure(self, n: int, draw: int, time_alone: bool) -> dict[str, object]:
         chosen = self.drawn(n, draw)
         texts, labels = self.texts[chosen].tolist(), self.labels[chosen]
         features = self.features(texts)
@@ -172,7 +172,7 @@ class Corpus:
         classifier = vr.RoutingClassifier(self.encoder, **options)
         seconds = fit_seconds(classifier, texts, labels)
         plain = vr.RoutingClassifier(self.encoder, **options, calibrate=False, estimate=False)
-        alone = fit_seconds(plain, texts, labels) if draw == 0 else None
+        alone = fit_seconds(plain, texts, labels) if time_alone else None
         scores = classifier._scores_of(batches(self.held_out), len(self.truth))  # [n, n_cls]
         right = classifier.classes_[scores.argmax(1).numpy()] == self.truth  # [n]
         T, estimate = classifier.temperature_, classifier.estimate_
@@ -233,17 +233,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--corpora", nargs="+", choices=CORPORA, default=list(CORPORA))
     parser.add_argument("--sizes", nargs="+", type=int, default=[16, 60, 300, 1000])
     parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--first-draw", type=int, default=0, help="number of the first draw")
     options = parser.parse_args(arguments)
     encoder = TextEncoder(options.encoder, device=options.device)
     path = options.results / "little_data.csv"
     for name in options.corpora:
         corpus = Corpus(name, options.data, encoder, options.cache)
         for n in [n for n in options.sizes if FEWEST * corpus.n_cls <= n <= len(corpus.texts)]:
-            for draw in range(options.draws):
+            for draw in range(options.first_draw, options.first_draw + options.draws):
                 key = {"corpus": name, "n": str(n), "draw": str(draw)}
                 if path.exists() and any(key.items() <= row.items() for row in read(path)):
                     continue
-                row = corpus.measure(n, draw)
+                row = corpus.measure(n, draw, time_alone=draw == options.first_draw)
                 common.append(path, [row | common.about(options.device)])
                 print(" ".join(f"{key} {common.written(value)}" for key, value in row.items()), flush=True)
 
