@@ -143,11 +143,13 @@ class Corpus:
 
     def __init__(self, name: str, data: Path, encoder: TextEncoder, cache: Path):
         (texts, labels), (tested, truth) = CORPORA[name](data)
-        n = N_HELD_OUT[name]
+        # The files of SST are sorted: their first texts have more of one class than the others.
+        chosen = random.Random(0).sample(range(len(tested)), min(N_HELD_OUT[name], len(tested)))
         self.name, self.encoder, self.cache = name, encoder, cache
         self.texts, self.labels = np.array(texts, dtype=object), np.array(labels).astype(str)
         self.n_cls = len(np.unique(self.labels))
-        self.held_out, self.truth = self.features(tested[:n]), np.array(truth[:n]).astype(str)
+        self.held_out = self.features([tested[k] for k in chosen])
+        self.truth = np.array([truth[k] for k in chosen]).astype(str)
         self.means = means(self.held_out)  # [n, depth d_emb]
 
     def features(self, texts: Sequence[str]) -> Features:
