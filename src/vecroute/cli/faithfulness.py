@@ -40,6 +40,7 @@ def faithfulness(
     device: Device = None,
 ) -> None:
     """Measure how faithful explanations are: delete the words they name, and predict again."""
+    from vecroute.classifier.parts import ready
     from vecroute.explain.attribution import Reader
     from vecroute.explain.faithfulness import measure, show, summarize
     from vecroute.explain.rivals import METHODS
@@ -61,7 +62,7 @@ def faithfulness(
             done[0] += n
             bar(done[0])
 
-        rows = measure(Reader(*classifier._ready()), chosen, names, step=step)
+        rows = measure(Reader(*ready(classifier)), chosen, names, step=step)
     summary = summarize(rows)
     if as_json:
         for row in summary:

@@ -1,5 +1,6 @@
 """Progress bars, for terminals only."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,3 +37,9 @@ def progress_bar(show: bool, title: str, total: int | None) -> Iterator[Any]:
             progress.update(task, completed=done, beside=told)
 
         yield update
+
+
+def is_shown(verbose: bool | None) -> bool:
+    """Return whether to show progress: as asked, or for None if standard error is a terminal."""
+    at_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return at_terminal if verbose is None else verbose
