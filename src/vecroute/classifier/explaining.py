@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vecroute.classifier.parts import ready
 from vecroute.classifier.predicting import scores_of
-from vecroute.classifier.streams import counted, windows_of
+from vecroute.classifier.streams import progress_over, windows_of
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.explanation import Explanation, where_from
 from vecroute.explain.image import N_EXPLAINED, ImageExplanation, explain_image_states, explain_patches
@@ -55,7 +55,7 @@ def explain_iter(
     numbers = None if classes is None else [known.index(label) for label in asked]
 
     def explanations() -> Iterator[Any]:
-        with counted(X, "explaining", classifier.verbose) as step:
+        with progress_over(X, "explaining", classifier.verbose) as step:
             for some in windows_of(X, images, WINDOW_CHARACTERS // max(samples, 1)):
                 outputs = which_outputs(classifier, some, numbers, images)
                 yield from explain_some(classifier, some, outputs, of, samples, by_depth)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.classifier.parts import ready
-from vecroute.classifier.streams import counted, windows_of
+from vecroute.classifier.streams import progress_over, windows_of
 from vecroute.classifier.vectors import vectors
 from vecroute.encoders.text import Batch
 from vecroute.encoders.vision import VisionEncoder
@@ -40,7 +40,7 @@ def outputs(classifier: "RoutingClassifier", part: Callable[..., Tensor], X: Any
     """Return the output [n, k] of a part of the head for all texts."""
     encoder, head = ready(classifier)
     device, found = device_of(head), []
-    with counted(X, "classifying", classifier.verbose) as step:
+    with progress_over(X, "classifying", classifier.verbose) as step:
         for some in windows_of(X, isinstance(encoder, VisionEncoder), WINDOW_CHARACTERS):
             batches = encoder.batches(encoder.tokenize(some))
             found.append(through(part, batches, len(some), device, step))  # [b, k]

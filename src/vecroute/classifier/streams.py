@@ -1,13 +1,13 @@
 """Texts or images of any number, checked and handed out some at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vecroute.classifier.columns import samples_of
 from vecroute.classifier.labels import check_texts
 from vecroute.io.images import check_images, is_image
-from vecroute.training.progress import is_shown, progress_bar
+from vecroute.training.progress import counting_bar, is_shown
 
 IMAGE_SIZE = 4_000  # what an image counts beside the characters of texts
 FEW = 64  # samples for which no progress bar is shown
@@ -56,18 +56,7 @@ def grouped(rows: Iterable[Any], limit: int) -> Iterator[tuple[int, list[Any]]]:
         yield n, group
 
 
-@contextmanager
-def counted(X: Any, title: str, verbose: bool | None) -> Iterator[Callable[[int], None]]:
-    """Show how many samples of X are finished, unless there are few. The bar of a stream has no end.
-
-    Yields a function ``step(more)``: the number of samples finished since the last call.
-    """
-    n, done = len(X) if hasattr(X, "__len__") else None, 0
-    with progress_bar(is_shown(verbose) and (n is None or n > FEW), title, n) as bar:
-
-        def step(more: int) -> None:
-            nonlocal done
-            done += more
-            bar(done)
-
-        yield step
+def progress_over(X: Any, title: str, verbose: bool | None) -> AbstractContextManager[Callable[[int], None]]:
+    """Return a bar that counts samples of X; none is shown for few samples, and a stream has no end."""
+    n = len(X) if hasattr(X, "__len__") else None
+    return counting_bar(is_shown(verbose) and (n is None or n > FEW), title, n)

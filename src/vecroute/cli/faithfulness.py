@@ -44,7 +44,7 @@ def faithfulness(
     from vecroute.explain.attribution import Reader
     from vecroute.explain.faithfulness import measure, show, summarize
     from vecroute.explain.rivals import METHODS
-    from vecroute.training.progress import progress_bar
+    from vecroute.training.progress import counting_bar
 
     check_data(data)
     classifier = load(model, encoder, device)
@@ -55,13 +55,7 @@ def faithfulness(
     if unknown := [name for name in names if name not in METHODS]:
         known = "; ".join(METHODS)
         raise ValueError(f"--methods must be some of these, with ; between: {known}; got {unknown[0]!r}")
-    with progress_bar(sys.stderr.isatty(), "measuring", len(chosen)) as bar:
-        done = [0]
-
-        def step(n: int) -> None:
-            done[0] += n
-            bar(done[0])
-
+    with counting_bar(sys.stderr.isatty(), "measuring", len(chosen)) as step:
         rows = measure(Reader(*ready(classifier)), chosen, names, step=step)
     summary = summarize(rows)
     if as_json:
