@@ -113,7 +113,7 @@ def features_of(classifier: "RoutingClassifier", texts: list[Any], accelerator: 
 
 
 def make_task(classifier: "RoutingClassifier", features: Features, samples: Samples) -> Task:
-    """Return what the head shall learn. Its key changes with the encoder and with any sample."""
+    """Return the task of the head. Its key changes with the encoder and with any sample."""
     texts, labels, train_on, validate_on = samples
     multi_label = classifier.multi_label
     weights = class_weights(classifier.class_weight, labels, multi_label)  # [n_cls]
@@ -133,11 +133,11 @@ def judge(
     """Set the temperature and the estimate, by validation or else by cross-validation.
 
     Args:
-        classifier: with its encoder and classes.
-        task, recipe: what the head has learned, and how.
+        classifier: its encoder and classes are set already.
+        task, recipe: the task that the head has learned, and the recipe of its training.
         scores: [n_valid, n_cls] of the samples for validation.
         texts: all samples.
-        options: of ``out_of_fold``.
+        options: accelerator and show, as in ``out_of_fold``.
     """
     classifier.temperature_, classifier.estimate_ = 1.0, None
     method, tested = "validation", task.valid

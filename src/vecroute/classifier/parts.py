@@ -49,7 +49,7 @@ def ready(classifier: "RoutingClassifier") -> tuple[Any, Any]:
     """Return the encoder and the head of a fitted classifier. Load the encoder again if necessary.
 
     Raises:
-        ValueError: the encoder is not the one of the training.
+        ValueError: the encoder is not the one that was used in training.
     """
     check_is_fitted(classifier)
     if not hasattr(classifier, "encoder_"):

@@ -57,6 +57,6 @@ def grouped(rows: Iterable[Any], limit: int) -> Iterator[tuple[int, list[Any]]]:
 
 
 def progress_over(X: Any, title: str, verbose: bool | None) -> AbstractContextManager[Callable[[int], None]]:
-    """Return a bar that counts samples of X; none is shown for few samples, and a stream has no end."""
+    """Return a bar that counts the finished samples of X. It stays hidden if there are few samples."""
     n = len(X) if hasattr(X, "__len__") else None
     return counting_bar(is_shown(verbose) and (n is None or n > FEW), title, n)
