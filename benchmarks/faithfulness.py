@@ -19,6 +19,7 @@ import pandas
 import torch
 
 import vecroute as vr
+from vecroute.classifier.parts import ready
 from vecroute.explain.attribution import Reader
 from vecroute.explain.faithfulness import Judge, agreement, measure, summarize
 from vecroute.explain.rivals import METHODS
@@ -53,7 +54,7 @@ def readers(task: str, options: Any) -> list[Reader]:
         classifier = vr.RoutingClassifier.from_pretrained(
             options.weights / f"{task}-{seed}", device=options.device
         )
-        encoder, head = classifier._ready()
+        encoder, head = ready(classifier)
         encoder.model.float()  # explanations are compared in float32 on every device
         found.append(Reader(encoder, head))
     return found

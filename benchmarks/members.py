@@ -24,6 +24,8 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import vecroute as vr
+from vecroute.classifier.fitting import features_of, recipe_for
+from vecroute.classifier.parts import new_head
 from vecroute.heads.pooling import masked_mean
 from vecroute.training import Task, make_accelerator, train
 from vecroute.training.evaluation import calibration_error
@@ -55,7 +57,7 @@ class Data:
 
     def __init__(self, texts: list[str], labels: list[int], n: int, cache: Path | bool):
         self.classifier = vr.RoutingClassifier("minilm", cache=cache, device="cpu")
-        self.features = self.classifier._features(texts, make_accelerator("cpu"))
+        self.features = features_of(self.classifier, texts, make_accelerator("cpu"))
         self.labels, self.n, self.n_cls = torch.tensor(labels), n, max(labels) + 1
         self.dev = list(range(n, len(texts)))
 
@@ -67,8 +69,8 @@ class Data:
     def fit(self, options: dict[str, Any], seed: int, **changes: Any) -> torch.nn.Module:
         """Return a head trained on the first n texts, as ``RoutingClassifier.fit`` without validation."""
         self.classifier.set_params(head_options=options, random_state=seed, **changes)
-        recipe = self.classifier._recipe(self.n)
-        head = self.classifier._new_head(self.features.encoder, self.n_cls)
+        recipe = recipe_for(self.classifier, self.n)
+        head = new_head(self.classifier, self.features.encoder, self.n_cls)
         targets = torch.nn.functional.one_hot(self.labels, self.n_cls).float()
         train(head, Task(self.features, targets, list(range(self.n)), []), recipe)
         return head.eval()

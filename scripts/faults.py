@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 import vecroute as vr  # noqa: E402
 from tests.helpers.texts import LABELS, TEXTS  # noqa: E402
 from tests.helpers.tiny_models import save_tiny  # noqa: E402
+from vecroute.classifier.parts import encoder_for  # noqa: E402
 from vecroute.cli import main as main_of_vecroute  # noqa: E402
 from vecroute.encoders import cache  # noqa: E402
 from vecroute.training import loop  # noqa: E402
@@ -255,7 +256,7 @@ def main() -> None:
             lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[k::N_SHARDS]]
             (top / "corpus" / f"{k}.jsonl").write_text("".join(lines))
         torch.set_num_threads(1)
-        vr.RoutingClassifier(encoder)._load_encoder(torch.device("cpu"))  # once for all forks
+        encoder_for(vr.RoutingClassifier(encoder), torch.device("cpu"))  # once for all forks
         undisturbed = top / "undisturbed"
         undisturbed.mkdir()
         ended, began, operations = in_a_fork(encoder, undisturbed)

@@ -31,6 +31,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.texts import BAD, GOOD, LABELS, LONG, SUBJECTS, TEXTS
 from tests.helpers.tiny_models import save_tiny
 from vecroute.classifier import labels, saving
+from vecroute.classifier.fitting import recipe_for
 from vecroute.encoders import TextEncoder
 from vecroute.training import loop
 
@@ -313,9 +314,9 @@ def test_the_split_keeps_the_share_of_every_class():
 
 
 def test_few_texts_want_more_weight_decay():
-    decays = [vr.RoutingClassifier()._recipe(n).weight_decay for n in (10, 999, 1000)]
+    decays = [recipe_for(vr.RoutingClassifier(), n).weight_decay for n in (10, 999, 1000)]
     assert decays == [2.0, 2.0, 0.5]
-    assert vr.RoutingClassifier(weight_decay=0.1)._recipe(10).weight_decay == 0.1
+    assert recipe_for(vr.RoutingClassifier(weight_decay=0.1), 10).weight_decay == 0.1
 
 
 def test_class_weights():
@@ -543,12 +544,13 @@ FIT = """
 import json, os, sys, time
 import torch
 import vecroute as vr
+from vecroute.classifier.parts import encoder_for
 from vecroute.training import loop
 loop.CHECKPOINT_SECONDS = 0.0
 torch.set_num_threads(1)
 encoder, data, folder = sys.argv[1:]
 texts, labels = json.load(open(data))
-vr.RoutingClassifier(encoder)._load_encoder("cpu")  # once for all
+encoder_for(vr.RoutingClassifier(encoder), torch.device("cpu"))  # once for all
 for name in map(str.strip, sys.stdin):
     if pid := os.fork():
         os.waitpid(pid, 0)

@@ -14,6 +14,7 @@ from tests.helpers.texts import LABELS, TEXTS
 from tests.helpers.tiny_models import save_tiny
 from tests.helpers.tiny_vision import save_tiny_vision
 from vecroute.classifier.estimate import Estimate, interval, make_estimate
+from vecroute.classifier.predicting import scores_of
 from vecroute.explain.report import report
 from vecroute.serve.answers import Answers, Explain, Predict
 from vecroute.training import Task
@@ -58,7 +59,7 @@ def test_neither_changes_the_head(tiny, fitted):
     for name, weight in plain.head_.state_dict().items():
         assert torch.equal(weight, fitted.head_.state_dict()[name])
     assert (plain.decision_function(SOME) == fitted.decision_function(SOME)).all()
-    scores = plain._scores(SOME).numpy()  # [n, n_cls]
+    scores = scores_of(plain, SOME).numpy()  # [n, n_cls]
     assert plain.predict_proba(SOME) == pytest.approx(softmax(scores, 1))
     assert fitted.predict_proba(SOME) == pytest.approx(softmax(scores / fitted.temperature_, 1))
 
@@ -127,7 +128,7 @@ def test_any_number_of_labels(tiny):
     assert estimate.counts == {name: sum(name in s for s in sets) for name in ("film", "good", "slow")}
     assert estimate.majority == "no label"
     assert estimate.baseline == pytest.approx(sum(not s for s in sets) / 120)
-    scores = classifier._scores(SOME).numpy()  # [n, n_cls]
+    scores = scores_of(classifier, SOME).numpy()  # [n, n_cls]
     assert classifier.predict_proba(SOME) == pytest.approx(expit(scores / classifier.temperature_))
 
 

@@ -14,6 +14,7 @@ import vecroute as vr
 from tests.helpers.tiny_models import save_tiny
 from tests.helpers.tiny_vision import save_tiny_vision
 from vecroute.encoders import TextEncoder, VisionEncoder
+from vecroute.encoders.either import is_of_images
 from vecroute.explain.image import ImageExplanation
 from vecroute.io.images import image_files
 
@@ -118,13 +119,13 @@ def test_of_many_classes_those_with_the_highest_scores_are_explained(vit):
 
 def test_the_kind_is_that_of_the_encoder(vit, tmp_path):
     bert = save_tiny(tmp_path / "bert")
-    assert vr.RoutingClassifier(vit)._of_images()
-    assert vr.RoutingClassifier(transformers.AutoModel.from_pretrained(vit))._of_images()
-    assert vr.RoutingClassifier(VisionEncoder(vit))._of_images()
-    assert not vr.RoutingClassifier(bert)._of_images()
-    assert not vr.RoutingClassifier(TextEncoder(bert))._of_images()
-    assert not vr.RoutingClassifier("minilm")._of_images()
-    assert vr.RoutingClassifier("vit-cifar10")._of_images()
+    assert is_of_images(vit, None)
+    assert is_of_images(transformers.AutoModel.from_pretrained(vit), None)
+    assert is_of_images(VisionEncoder(vit), None)
+    assert not is_of_images(bert, None)
+    assert not is_of_images(TextEncoder(bert), None)
+    assert not is_of_images("minilm", None)
+    assert is_of_images("vit-cifar10", None)
     with pytest.raises(ValueError, match="X must be a list of images, got none"):
         vr.RoutingClassifier(vit).fit([], [])
     with pytest.raises(TypeError, match="X must be a list of texts, row 0 is"):

@@ -10,7 +10,7 @@ import pytest
 import vecroute as vr
 from tests.helpers.texts import LABELS, TEXTS
 from tests.helpers.tiny_models import save_tiny
-from vecroute.classifier import estimator, explaining
+from vecroute.classifier import explaining, predicting
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def fitted(tmp_path_factory):
 @pytest.fixture
 def small_windows(monkeypatch):
     """About three texts at a time."""
-    for module in (estimator, explaining):
+    for module in (predicting, explaining):
         monkeypatch.setattr(module, "WINDOW_CHARACTERS", 60)
 
 

@@ -37,12 +37,13 @@ def cache_folder(tmp_path_factory):
 TERMINAL = """
 import json, os, resource, signal, sys
 import torch
-from vecroute import classifier
+from vecroute.classifier import RoutingClassifier
+from vecroute.classifier.parts import encoder_for
 from vecroute.io import tables
 from vecroute.training import loop
 from vecroute.cli import main
 torch.set_num_threads(1)
-classifier.RoutingClassifier(sys.argv.pop())._load_encoder("cpu")  # once for all
+encoder_for(RoutingClassifier(sys.argv.pop()), torch.device("cpu"))  # once for all
 for line in sys.stdin:
     asked = json.loads(line)
     if pid := os.fork():

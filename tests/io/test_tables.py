@@ -12,7 +12,7 @@ import pytest
 
 from vecroute.io import tables
 from vecroute.io.cells import inert, visible
-from vecroute.io.predictions import CsvWriter, JsonWriter
+from vecroute.io.predictions import Answer, CsvWriter, JsonWriter
 from vecroute.io.samples import read_samples
 from vecroute.io.tables import MAX_COLUMNS, pieces_of, read_pieces
 
@@ -171,7 +171,7 @@ def written(writer_class, rows, **options):
     file = io.StringIO()
     writer = writer_class(file, ["neg", "=pos"], list(rows[0]), **options)
     for number, row in enumerate(rows):
-        writer.write(row, "=pos" if number == 0 else "", [0.25, 0.75] if number == 0 else [], "line 2")
+        writer.write(row, Answer("", []) if number else Answer("=pos", [0.25, 0.75]), "line 2")
     return file.getvalue()
 
 
@@ -207,7 +207,7 @@ def test_on_a_terminal_control_characters_are_shown():
     file = io.StringIO()
     file.isatty = lambda: True
     writer = CsvWriter(file, ["\x1b[31m"], ["text"])
-    writer.write({"text": "\x1b]0;title\x07\u202e"}, "a\x9b2J", [1.0], "line 2")
+    writer.write({"text": "\x1b]0;title\x07\u202e"}, Answer("a\x9b2J", [1.0]), "line 2")
     assert file.getvalue() == "text,label,\\x1b[31m\n\\x1b]0;title\\x07\\u202e,a\\x9b2J,1.0\n"
 
 
@@ -277,7 +277,7 @@ def test_many_rows_are_together_longer_than_the_limit_of_one(tmp_path, monkeypat
 def test_names_of_columns_and_labels_are_no_formulas():
     file = io.StringIO()
     writer = CsvWriter(file, ["@SUM(A1)", "-1+2"], ["=HYPERLINK(1)", "text"])
-    writer.write({"=HYPERLINK(1)": "a", "text": "b"}, "@SUM(A1)", [0.5, 0.5], "line 1")
+    writer.write({"=HYPERLINK(1)": "a", "text": "b"}, Answer("@SUM(A1)", [0.5, 0.5]), "line 1")
     header, row = csv.reader(io.StringIO(file.getvalue()))
     assert header == ["'=HYPERLINK(1)", "text", "label", "'@SUM(A1)", "'-1+2"]
     assert row == ["a", "b", "'@SUM(A1)", "0.5", "0.5"]
@@ -287,7 +287,7 @@ def test_names_of_columns_and_labels_are_no_formulas():
 def test_json_lines_hold_marks_of_direction_and_halves_of_characters_as_escapes(mark):
     file = io.TextIOWrapper(io.BytesIO(), "utf-8")
     row = {"text": f"a{mark}b", f"c{mark}": 1}
-    JsonWriter(file, [f"good{mark}", "bad"], row).write(row, f"good{mark}", [0.9, 0.1], "line 1")
+    JsonWriter(file, [f"good{mark}", "bad"], row).write(row, Answer(f"good{mark}", [0.9, 0.1]), "line 1")
     file.seek(0)
     line = file.read()
     assert line.isascii()

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vecroute.classifier.estimator import RoutingClassifier
+from vecroute.classifier.fitting import features_of
 from vecroute.classifier.labels import check_labels, check_texts, split
+from vecroute.classifier.predicting import scores_of_batches
 from vecroute.encoders.cache import Features
 from vecroute.encoders.text import Batch, length_batches
 from vecroute.heads import HEADS
@@ -72,7 +74,7 @@ def compare(
     if len(truth) != len(tested):
         raise ValueError(f"test must have a label for each text, got {len(truth)} for {len(tested)} texts")
     accelerator = make_accelerator(options.get("device"))
-    prepared = RoutingClassifier(**options)._features([*texts, *tested], accelerator)
+    prepared = features_of(RoutingClassifier(**options), [*texts, *tested], accelerator)
     features = Features(prepared.encoder, tested, prepared.cache)
     results: list[list[Result]] = []  # for each head, one per seed
     for head in heads:
@@ -93,7 +95,7 @@ def fit_and_test(
     started = time.perf_counter()
     classifier.fit(texts, y)
     seconds = time.perf_counter() - started
-    scores = classifier._scores_of(batches(features), len(truth))  # [n, n_cls]
+    scores = scores_of_batches(classifier.head_, batches(features), len(truth))  # [n, n_cls]
     predicted = classifier.classes_[scores.argmax(-1).numpy()]  # [n]
     parameters = sum(p.numel() for p in classifier.head_.parameters())
     return Result(predicted.astype(str) == truth, seconds, parameters)

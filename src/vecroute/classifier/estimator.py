@@ -1,16 +1,10 @@
 """RoutingClassifier: a scikit-learn estimator on the hidden states of a frozen Transformer."""
 
-import logging
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from accelerate import Accelerator  # type: ignore[import-untyped]
 from sklearn.base import (  # type: ignore[import-untyped]
     BaseEstimator,
     ClassifierMixin,
@@ -18,38 +12,16 @@ from sklearn.base import (  # type: ignore[import-untyped]
     TransformerMixin,
 )
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
-from torch import Tensor
+from torch import nn
 
-from vecroute.classifier.columns import is_dataset, is_splits, labels_of, samples_and_labels
-from vecroute.classifier.estimate import Estimate, make_estimate
-from vecroute.classifier.labels import (
-    check_label_sets,
-    check_labels,
-    check_texts,
-    class_weights,
-    examples,
-    split,
-)
-from vecroute.classifier.streams import FEW as FEW_PREDICTED
-from vecroute.classifier.streams import number_of, windows_of
-from vecroute.classifier.vectors import n_vector, vectors
-from vecroute.encoders.cache import FeatureCache, Features, default_folder
-from vecroute.encoders.either import is_of_images, load_encoder
-from vecroute.encoders.entries import text_key
-from vecroute.encoders.identity import difference
-from vecroute.encoders.text import Batch
-from vecroute.encoders.vision import VisionEncoder
-from vecroute.heads import CHOOSING, make_head
-from vecroute.io.images import check_images
-from vecroute.training import Recipe, Task, make_accelerator, remove_finished, train
-from vecroute.training.calibration import fit_temperature, probabilities
-from vecroute.training.folds import N_FOLDS, make_folds, out_of_fold
-from vecroute.training.progress import progress_bar
-from vecroute.training.recipe import FEW, WEIGHT_DECAY_OF_FEW
-
-logger = logging.getLogger(__name__)
-
-WINDOW_CHARACTERS = 1_000_000  # characters of text tokenized at a time; an image counts as 4,000
+from vecroute.classifier.columns import is_dataset, is_splits, labels_of
+from vecroute.classifier.estimate import Estimate
+from vecroute.classifier.fitting import fit_classifier
+from vecroute.classifier.predicting import scores_of, vectors_of
+from vecroute.classifier.vectors import n_vector
+from vecroute.encoders.identity import Identity
+from vecroute.training import remove_finished
+from vecroute.training.calibration import probabilities
 
 
 class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClassifierMixin, BaseEstimator):
@@ -99,6 +71,17 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         estimate_: the expected accuracy on new texts, an ``Estimate``, None if estimate=False.
         examples_: up to three training texts, none unless keep_examples=True.
     """
+
+    classes_: np.ndarray  # [n_cls]
+    head_: nn.Module
+    encoder_: Any
+    identity_: Identity  # of the encoder, to recognise it when it is loaded again
+    history_: list[dict[str, Any]]
+    n_texts_: dict[str, int]
+    validation_accuracy_: float | None
+    temperature_: float
+    estimate_: Estimate | None
+    examples_: list[str]
 
     def __init__(
         self,
@@ -193,32 +176,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         Raises:
             ValueError, TypeError: texts or labels are missing, empty, of one class only, ...
         """
-        X, y, validation = samples_and_labels(X, y, validation, self._of_images())
-        texts, task_labels, train_on, validate_on = self._samples(X, y, validation)
-        recipe = self._recipe(len(texts))
-        accelerator = make_accelerator(self.device)
-        features = self._features(texts, accelerator)
-        encoder = features.encoder
-        head = self._new_head(encoder, len(task_labels.classes))
-        task = Task(
-            features,
-            task_labels.targets,
-            train_on,
-            validate_on,
-            class_weights(self.class_weight, task_labels, self.multi_label),
-            self.multi_label,
-            key=text_key("\0".join([encoder.key, *(t if isinstance(t, str) else t.key for t in texts)])),
-        )
-        checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
-        options: dict[str, Any] = {"accelerator": accelerator, "show": self._show}
-        trained = train(head, task, recipe, checkpoint=checkpoint, score=validate_on, **options)
-        self.classes_ = task_labels.classes
-        self.encoder_, self.head_, self.history_ = encoder, head.eval(), trained.history
-        self.validation_accuracy_ = trained.history[trained.kept].get("valid_accuracy")
-        self.identity_ = encoder.identity
-        self.n_texts_ = {"train": len(train_on), "validation": len(validate_on)}
-        self._judge(task, recipe, trained.scores, texts, **options)
-        self.examples_ = examples(texts, task_labels) if self.keep_examples else []
+        fit_classifier(self, X, y, validation)
         return self
 
     def predict(self, X: Any) -> Any:
@@ -230,7 +188,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         """
         if is_splits(X):
             return {split: self.predict(part) for split, part in X.items()}
-        scores = self._scores(X)  # [n, n_cls]
+        scores = scores_of(self, X)  # [n, n_cls]
         if self.multi_label:
             return (scores > 0).long().numpy()
         return self.classes_[scores.argmax(-1).numpy()]
@@ -239,7 +197,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         """Return the probability of each class for each text, [n, n_cls], in the order of ``classes_``."""
         if is_splits(X):
             return {split: self.predict_proba(part) for split, part in X.items()}
-        return probabilities(self._scores(X), self.temperature_, self.multi_label).numpy()  # [n, n_cls]
+        return probabilities(scores_of(self, X), self.temperature_, self.multi_label).numpy()  # [n, n_cls]
 
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Return the accuracy. y may be None if X is a dataset with labels."""
@@ -266,11 +224,11 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         if len(labels) != len(probabilities):
             n = len(probabilities)
             raise ValueError(f"y must be one label for each of the {n} texts in X, got {len(labels)}")
-        return evaluate(labels, self.classes_, probabilities)
+        return evaluate(labels, list(self.classes_), probabilities)
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Return the score of each class for each text [n, n_cls], or with two classes the difference [n]."""
-        scores = self._scores(X).numpy()  # [n, n_cls]
+        scores = scores_of(self, X).numpy()  # [n, n_cls]
         two = len(self.classes_) == 2 and not self.multi_label
         return scores[:, 1] - scores[:, 0] if two else scores
 
@@ -280,8 +238,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         With n_hid hidden vectors of size d_hid, k = n_hid d_hid. For a pooling head it is the pooled vector.
         So a classifier can be a step of a scikit-learn pipeline.
         """
-        check_is_fitted(self)
-        return self._outputs(partial(vectors, self.head_), X).numpy()  # [n, k]
+        return vectors_of(self, X).numpy()  # [n, k]
 
     @property
     def _n_features_out(self) -> int:
@@ -446,159 +403,3 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
 
         check_is_fitted(self)
         export(self, Path(path), part)
-
-    def _samples(self, X: Any, y: Any, validation: tuple[Any, Any] | None):
-        """Check texts and labels, and return them with the samples for training and for validation."""
-        check_samples: Any = check_images if self._of_images() else check_texts
-        texts = check_samples(X)
-        check = check_label_sets if self.multi_label else check_labels
-        if validation is None:
-            labels = check(y, len(texts))
-            return (
-                texts,
-                labels,
-                *split(labels, self.validation_fraction, self.random_state, self.multi_label),
-            )
-        more = check_samples(validation[0], "validation")
-        labels = check([*y, *validation[1]], len(texts) + len(more))
-        n, n_more = len(texts), len(more)
-        return texts + more, labels, list(range(n)), list(range(n, n + n_more))
-
-    @property
-    def _show(self) -> bool:
-        at_terminal = sys.stderr is not None and sys.stderr.isatty()
-        return at_terminal if self.verbose is None else self.verbose
-
-    def _features(self, texts: list[Any], accelerator: Accelerator) -> Features:
-        """Return the hidden states of texts. Each process computes a share of those not in the cache."""
-        encoder = self._load_encoder(accelerator.device)
-        features = Features(encoder, texts, self._open_cache(encoder))
-        show = self._show and accelerator.is_main_process
-        with progress_bar(show, "hidden states", len(set(texts))) as bar:
-            features.prepare((accelerator.process_index, accelerator.num_processes), bar)
-        accelerator.wait_for_everyone()
-        if features.cache is not None:
-            features.cache.refresh()
-        return features
-
-    def _recipe(self, n: int) -> Recipe:
-        """Return the recipe for n samples."""
-        given = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name != "seed"}
-        for name in ("drop_inputs", "drop_features"):
-            if given[name] is None:
-                given[name] = getattr(Recipe, name) if self.head in CHOOSING else 0.0
-        if given["weight_decay"] is None:
-            given["weight_decay"] = WEIGHT_DECAY_OF_FEW if n < FEW else Recipe.weight_decay
-        return Recipe(seed=self.random_state, **given)
-
-    def _judge(self, task: Task, recipe: Recipe, scores: Tensor, texts: list[Any], **options: Any) -> None:
-        """Set the temperature and the estimate, by validation or else by cross-validation.
-
-        Args:
-            task, recipe: what the head has learned, and how.
-            scores: [n_valid, n_cls] of the samples for validation.
-            texts: all samples.
-            options: of ``out_of_fold``.
-        """
-        self.temperature_ = 1.0
-        self.estimate_: Estimate | None = None
-        method, tested = "validation", task.valid
-        if not (self.calibrate or self.estimate):
-            return
-        if not tested:
-            method, tested = "cross-validation", task.train
-            fold = make_folds(task.targets, texts, self.random_state)  # [n]
-            if fold.max() < N_FOLDS - 1:  # almost all texts are equal
-                return
-            new_head = partial(self._new_head, self.encoder_, len(self.classes_))
-            scores = out_of_fold(new_head, task, recipe, fold, **options)  # [n, n_cls]
-        if self.calibrate:
-            targets = task.targets[tested]  # [k, n_cls]
-            self.temperature_ = fit_temperature(scores, targets, len(task.train), self.multi_label)
-        if self.estimate:
-            samples = "images" if self._of_images() else "texts"
-            self.estimate_ = make_estimate(scores, task, tested, self.classes_.tolist(), method, samples)
-
-    def _of_images(self) -> bool:
-        return is_of_images(self.encoder, self.revision)
-
-    def _new_head(self, encoder: Any, n_cls: int) -> torch.nn.Module:
-        sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": n_cls}
-        return make_head(self.head, seed=self.random_state, **sizes, **(self.head_options or {}))
-
-    def _load_encoder(self, device: torch.device) -> Any:
-        depths = None if self.depths is None else tuple(self.depths)
-        names = ("revision", "max_length", "stride", "special_tokens")
-        options = {name: getattr(self, name) for name in names}
-        return load_encoder(self.encoder, device, depths=depths, **options)
-
-    def _open_cache(self, encoder: Any) -> FeatureCache | None:
-        if self.cache is False or self.cache is None:
-            return None
-        folder = default_folder() if self.cache is True else Path(self.cache)
-        try:
-            return FeatureCache(folder, encoder.key, self.cache_bytes)
-        except OSError as error:
-            logger.warning("no cache of hidden states: %s", error)
-            return None
-
-    def _ready(self) -> tuple[Any, Any]:
-        """Return the encoder, loaded again if necessary, and the head."""
-        check_is_fitted(self)
-        if not hasattr(self, "encoder_"):
-            self.encoder_ = self._load_encoder(next(self.head_.parameters()).device)
-        found = self.encoder_.identity
-        if found != self.identity_ and (differs := difference(self.identity_, found)):
-            raise ValueError(
-                f"encoder {self.encoder_.name!r} is not the one this classifier was fitted with: {differs}"
-            )
-        return self.encoder_, self.head_
-
-    def _scores(self, X: Any) -> Tensor:
-        """Return the scores [n, n_cls] of texts in double precision, on the CPU."""
-        _, head = self._ready()
-        return self._outputs(head, X).double()
-
-    def _scores_of(self, batches: Iterable[Batch], n: int) -> Tensor:
-        """Return the scores [n, n_cls] of n texts, given batches of their hidden states."""
-        return self._through(self.head_, batches, n).double()
-
-    def _outputs(self, head: Callable[..., Tensor], X: Any) -> Tensor:
-        """Return the output [n, k] of a part of the head for all texts, as many at a time as fit memory."""
-        encoder, _ = self._ready()
-        n, found, done = number_of(X), [], 0
-        with progress_bar(self._show_for(n), "classifying", n) as bar:
-
-            def step(more: int) -> None:
-                nonlocal done
-                done += more
-                bar(done)
-
-            for some in windows_of(X, isinstance(encoder, VisionEncoder), WINDOW_CHARACTERS):
-                batches = encoder.batches(encoder.tokenize(some))
-                found.append(self._through(head, batches, len(some), step))  # [b, k]
-        return torch.cat(found)  # [n, k]
-
-    def _show_for(self, n: int | None) -> bool:
-        """Whether to show the progress of predictions for n texts, None for a stream."""
-        return self._show and (n is None or n > FEW_PREDICTED)
-
-    @torch.inference_mode()
-    def _through(
-        self,
-        head: Callable[..., Tensor],
-        batches: Iterable[Batch],
-        n: int,
-        step: Callable[[int], None] | None = None,
-    ) -> Tensor:
-        """Return the output [n, k] of a part of the head for n texts, on the CPU."""
-        device = next(self.head_.parameters()).device
-        rows: Any = None
-        for batch in batches:
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                found = head(batch.hidden.to(device, torch.float32), batch.mask.to(device)).float()  # [b, k]
-            rows = found.new_empty(n, found.shape[1]) if rows is None else rows  # [n, k]
-            rows[batch.which] = found
-            if step:
-                step(len(batch.which))
-        return rows.cpu()

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vecroute.classifier.streams import number_of, windows_of
+from vecroute.classifier.parts import ready
+from vecroute.classifier.predicting import scores_of
+from vecroute.classifier.streams import progress_over, windows_of
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.explanation import Explanation, where_from
 from vecroute.explain.image import N_EXPLAINED, ImageExplanation, explain_image_states, explain_patches
@@ -12,7 +14,6 @@ from vecroute.explain.text import explain_states, explain_words
 from vecroute.io.images import Picture, is_image
 from vecroute.ops.checks import check_choice
 from vecroute.training.calibration import probabilities
-from vecroute.training.progress import progress_bar
 
 WINDOW_CHARACTERS = 100_000  # characters explained at a time: about a thousand sentences, or 25 images
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def explain(classifier: "RoutingClassifier", X: Any, classes: Sequence[Any] | None, **options: Any) -> Any:
     """See ``RoutingClassifier.explain``."""
-    encoder, _ = classifier._ready()
+    encoder, _ = ready(classifier)
     images = isinstance(encoder, VisionEncoder)
     single = is_image(X) if images else isinstance(X, str)
     rows = [Picture.of(X) if images else X] if single else X
@@ -40,7 +41,7 @@ def explain_iter(
     by_depth: bool,
 ) -> Iterator[Any]:
     """See ``RoutingClassifier.explain_iter``. Options are checked at once, texts as they are read."""
-    encoder, _ = classifier._ready()
+    encoder, _ = ready(classifier)
     images = isinstance(encoder, VisionEncoder)
     check_choice("of", of, ("words", "states"))
     check_samples(samples, of, images, by_depth)
@@ -54,13 +55,11 @@ def explain_iter(
     numbers = None if classes is None else [known.index(label) for label in asked]
 
     def explanations() -> Iterator[Any]:
-        n, done = number_of(X), 0
-        with progress_bar(classifier._show_for(n), "explaining", n) as bar:
+        with progress_over(X, "explaining", classifier.verbose) as step:
             for some in windows_of(X, images, WINDOW_CHARACTERS // max(samples, 1)):
                 outputs = which_outputs(classifier, some, numbers, images)
                 yield from explain_some(classifier, some, outputs, of, samples, by_depth)
-                done += len(some)
-                bar(done)
+                step(len(some))
 
     return explanations()
 
@@ -74,7 +73,7 @@ def explain_some(
     by_depth: bool,
 ) -> list[Any]:
     """Explain some texts or images in batches of similar length."""
-    encoder, head = classifier._ready()
+    encoder, head = ready(classifier)
     images = isinstance(encoder, VisionEncoder)
     if images:
         by_patch = {"by_depth": by_depth}
@@ -112,5 +111,5 @@ def which_outputs(
     """Return the indices of the classes to explain, for each sample: as asked, else all or the likeliest."""
     n_cls = len(classifier.classes_)
     if asked is None and images and n_cls > N_EXPLAINED:
-        return classifier._scores(texts).topk(N_EXPLAINED).indices.tolist()
+        return scores_of(classifier, texts).topk(N_EXPLAINED).indices.tolist()
     return [list(range(n_cls)) if asked is None else asked] * len(texts)

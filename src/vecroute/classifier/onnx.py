@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from vecroute.classifier.parts import ready
 from vecroute.encoders.finding import first_line
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.ops.checks import check_choice
@@ -83,7 +84,7 @@ def export(classifier: Any, path: Path, part: str) -> None:
         require(package, "onnx")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ValueError(f"path must be a file in a folder that exists, got {path}")
-    encoder, head = classifier._ready()
+    encoder, head = ready(classifier)
     device = next(head.parameters()).device
     rest = Scores(head, float(getattr(classifier, "temperature_", 1.0)), classifier.multi_label)
     if part == "head":

@@ -17,6 +17,7 @@ from safetensors.torch import save
 
 from vecroute.classifier.card import model_card
 from vecroute.classifier.estimate import Estimate
+from vecroute.classifier.parts import encoder_for, new_head
 from vecroute.encoders.finding import BUILT_IN, first_line
 from vecroute.encoders.identity import Identity, difference
 from vecroute.encoders.loading import pick_device
@@ -175,7 +176,7 @@ def load_classifier(cls: type, folder: Path, encoder: Any, device: str | None, v
         verbose=verbose,
     )
     try:
-        classifier.encoder_ = classifier._load_encoder(target)
+        classifier.encoder_ = encoder_for(classifier, target)
     except ValueError as error:
         hint = f"; the classifier in {folder} needs it: say where it is with --encoder or encoder=..."
         raise ValueError(f"{error}{hint if encoder is None else ''}") from error
@@ -202,9 +203,9 @@ def load_head(classifier: Any, folder: Path, config: dict[str, Any], weights: di
             if (classifier.head_options or {}).get(name, 1) > len(weights):
                 raise ValueError(f"{name} is more than the weights")
         with torch.device("meta"):
-            head = classifier._new_head(classifier.encoder_, len(classifier.classes_))
+            head = new_head(classifier, classifier.encoder_, len(classifier.classes_))
         head.load_state_dict(weights, assign=True)
-        head = classifier._new_head(classifier.encoder_, len(classifier.classes_))
+        head = new_head(classifier, classifier.encoder_, len(classifier.classes_))
         head.load_state_dict(weights)
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(

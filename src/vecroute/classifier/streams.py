@@ -1,11 +1,13 @@
 """Texts or images of any number, checked and handed out some at a time."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vecroute.classifier.columns import samples_of
 from vecroute.classifier.labels import check_texts
 from vecroute.io.images import check_images, is_image
+from vecroute.training.progress import counting_bar, is_shown
 
 IMAGE_SIZE = 4_000  # what an image counts beside the characters of texts
 FEW = 64  # samples for which no progress bar is shown
@@ -54,6 +56,7 @@ def grouped(rows: Iterable[Any], limit: int) -> Iterator[tuple[int, list[Any]]]:
         yield n, group
 
 
-def number_of(X: Any) -> int | None:
-    """Return how many samples there are, None for a stream."""
-    return len(X) if hasattr(X, "__len__") else None
+def progress_over(X: Any, title: str, verbose: bool | None) -> AbstractContextManager[Callable[[int], None]]:
+    """Return a bar that counts the finished samples of X. It stays hidden if there are few samples."""
+    n = len(X) if hasattr(X, "__len__") else None
+    return counting_bar(is_shown(verbose) and (n is None or n > FEW), title, n)

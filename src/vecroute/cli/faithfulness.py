@@ -40,10 +40,11 @@ def faithfulness(
     device: Device = None,
 ) -> None:
     """Measure how faithful explanations are: delete the words they name, and predict again."""
+    from vecroute.classifier.parts import ready
     from vecroute.explain.attribution import Reader
     from vecroute.explain.faithfulness import measure, show, summarize
     from vecroute.explain.rivals import METHODS
-    from vecroute.training.progress import progress_bar
+    from vecroute.training.progress import counting_bar
 
     check_data(data)
     classifier = load(model, encoder, device)
@@ -54,14 +55,8 @@ def faithfulness(
     if unknown := [name for name in names if name not in METHODS]:
         known = "; ".join(METHODS)
         raise ValueError(f"--methods must be some of these, with ; between: {known}; got {unknown[0]!r}")
-    with progress_bar(sys.stderr.isatty(), "measuring", len(chosen)) as bar:
-        done = [0]
-
-        def step(n: int) -> None:
-            done[0] += n
-            bar(done[0])
-
-        rows = measure(Reader(*classifier._ready()), chosen, names, step=step)
+    with counting_bar(sys.stderr.isatty(), "measuring", len(chosen)) as step:
+        rows = measure(Reader(*ready(classifier)), chosen, names, step=step)
     summary = summarize(rows)
     if as_json:
         for row in summary:

@@ -69,6 +69,7 @@ def fit(
 ) -> None:
     """Fit a classifier to texts and labels, or to images. After an interruption, the same command resumes."""
     from vecroute.classifier import RoutingClassifier
+    from vecroute.encoders.either import is_of_images
 
     limit_threads()
     check_data(data)
@@ -95,7 +96,7 @@ def fit(
         device=device,
         **{name: value for name, value in given.items() if value is not None},
     )
-    if data.is_dir() and not classifier._of_images():
+    if data.is_dir() and not is_of_images(classifier.encoder, classifier.revision):
         raise ValueError(
             f"{data} has images: name a vision Transformer with --encoder, {encoder} takes texts"
         )

@@ -75,7 +75,7 @@ def predict(
     columns. A stopped run resumes with the missing files. Under torchrun, processes share the files.
     """
     from vecroute.corpora.answers import class_names, predicting
-    from vecroute.io.predictions import CsvWriter, JsonWriter
+    from vecroute.io.predictions import CsvWriter, JsonWriter, new_writer
     from vecroute.io.samples import listed, text_of
 
     check_data(data)
@@ -103,14 +103,9 @@ def predict(
             if strict and empty:
                 raise ValueError(f"{where}: {listed(empty[:1])} has no text")
             if writer is None:
-                columns = dict.fromkeys(name for row in piece.rows for name in row)
-                writer = (
-                    CsvWriter(sys.stdout, names, columns, raw)
-                    if to is Output.csv
-                    else JsonWriter(sys.stdout, names, columns)
-                )
+                writer = new_writer(to.value, sys.stdout, names, piece.rows, raw=raw)
             for row, line, found in zip(piece.rows, piece.lines, answer(texts), strict=True):
-                writer.write(row, found.label, found.p, f"line {line} of {where}")
+                writer.write(row, found, f"line {line} of {where}")
             sys.stdout.flush()
     if empty:
         rows_have, their = ("row has", "its") if len(empty) == 1 else ("rows have", "their")

@@ -1,18 +1,10 @@
 """Turn predictions and explanations of texts into new cells for the rows of a table."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from vecroute.explain.plain import plain
-
-
-class Answer(NamedTuple):
-    """The new cells of a row. A row without text has an empty label and nothing else."""
-
-    label: str | list[str]
-    p: list[float]  # [n_cls], empty without text
-    explanation: dict[str, Any] | None = None
-
+from vecroute.io.predictions import Answer
 
 # From texts, empty where a row has none, to an answer for each.
 Answering = Callable[[Sequence[str]], list[Answer]]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from vecroute.classifier.parts import ready
 from vecroute.corpora.answers import Answering, class_names, explaining, predicting
 from vecroute.corpora.shards import Columns, check_shards, copy_shard, find_shards
 from vecroute.storage import seal_of, write_file
@@ -186,7 +187,7 @@ def check_record(out: Path, record: dict[str, Any]) -> None:
 
 def model_key(classifier: Any) -> str:
     """A key that changes with everything that changes predictions."""
-    encoder, head = classifier._ready()
+    encoder, head = ready(classifier)
     options = [encoder.depths, encoder.max_length, encoder.stride, encoder.special_tokens]
     temperature = float(getattr(classifier, "temperature_", 1.0))
     about = [*encoder.identity, options, classifier.classes_.tolist(), temperature]

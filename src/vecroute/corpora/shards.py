@@ -11,17 +11,16 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
-from vecroute.corpora.answers import EXPLAINED, Answer, Answering
+from vecroute.corpora.answers import EXPLAINED, Answering
 from vecroute.io.images import files_in
 from vecroute.io.parquet import TooLong, batches_of, is_text, open_parquet
-from vecroute.io.predictions import CsvWriter, JsonWriter, fresh
+from vecroute.io.predictions import EXPLANATION, Answer, CsvWriter, JsonWriter, fresh, new_writer
 from vecroute.io.samples import text_of
 from vecroute.io.tables import MAX_ROW, check_width, find_delimiter, read_pieces
 from vecroute.storage import temporary_place
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
 ROWS = 2048  # in memory at a time
-EXPLANATION = "explanation"
 
 
 class Columns(NamedTuple):
@@ -210,22 +209,16 @@ def new_arrays(answers: Sequence[Answer], kinds: Sequence[Any], columns: Columns
 def copy_rows(source: Path, target: Path, columns: Columns, answer: Answering) -> int:
     """Copy a file of JSON lines or CSV row by row, its cells as they are, then the new ones."""
     writer: CsvWriter | JsonWriter | None = None
-    more = [EXPLANATION] if columns.explained else []
     n = 0
     with opened(target, source.suffix == ".gz") as file:
         for piece in read_pieces(source, columns.text, rows=ROWS, delimiter=columns.delimiter):
             if writer is None:
-                names = dict.fromkeys(name for row in piece.rows for name in row)
-                writer = (
-                    CsvWriter(file, columns.classes, names, columns.raw, more)
-                    if kind_of(source) == "csv"
-                    else JsonWriter(file, columns.classes, names, more)
-                )
+                options = {"raw": columns.raw, "explained": columns.explained}
+                writer = new_writer(kind_of(source), file, columns.classes, piece.rows, **options)
             lines = list(zip(piece.rows, piece.lines, strict=True))
             texts = [text_of(row, columns.text, source, line) for row, line in lines]
             for (row, line), found in zip(lines, answer(texts), strict=True):
-                extra = [found.explanation] if columns.explained else []
-                writer.write(row, found.label, found.p, f"line {line} of {source}", extra)
+                writer.write(row, found, f"line {line} of {source}")
             n += len(lines)
     return n
 

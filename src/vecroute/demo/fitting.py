@@ -18,6 +18,7 @@ from sklearn.pipeline import Pipeline  # type: ignore[import-untyped]
 from sklearn.preprocessing import StandardScaler  # type: ignore[import-untyped]
 
 from vecroute.classifier import RoutingClassifier
+from vecroute.classifier.parts import cache_for
 from vecroute.encoders.cache import Features
 from vecroute.storage import write_file
 from vecroute.training.evaluation import evaluate
@@ -75,10 +76,8 @@ def baselines(
     The regularisation strength C is chosen on a tenth of the training samples.
     """
     encoder = classifier.encoder_
-    cache, n_special = (
-        classifier._open_cache(encoder),
-        getattr(encoder, "n_special", 0),
-    )  # [CLS] is not a patch
+    cache = cache_for(classifier, encoder)
+    n_special = getattr(encoder, "n_special", 0)  # [CLS] is not a patch
     means = []
     for samples in (train, test):
         features = Features(encoder, samples.items, cache)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vecroute.explain import adapters
 from vecroute.explain.aggregate import by_depth, by_part
+from vecroute.explain.arrays import as_array, as_floats, check_offsets
 from vecroute.explain.shown import plural
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.storage import load_tensors, save_tensors, write_file
@@ -394,35 +395,3 @@ def written(path: str | os.PathLike | None, page: str) -> str | None:
 def where_from(model: str) -> dict[str, Any]:
     """Return the entries of ``about`` for an explanation made now: the model and the date."""
     return {"model": model, "date": datetime.now(UTC).date().isoformat()}
-
-
-def as_array(values: Any, dtype: Any) -> np.ndarray:
-    """Return a copy of an array, tensor or sequence."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu()
-        values = (values.float() if values.is_floating_point() else values).numpy()
-    return np.array(values, dtype=dtype)
-
-
-def as_floats(name: str, values: Any, shape: tuple[int | None, ...], letters: str) -> np.ndarray:
-    """Return a float32 copy of an array or tensor of the given shape, None for any size."""
-    array = as_array(values, np.float32)
-    if array.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape, array.shape, strict=True)):
-        sizes = [c if n is None else f"{c}={n}" for c, n in zip(letters.split(), shape, strict=True)]
-        raise ValueError(f"{name} must be [{', '.join(sizes)}], got {list(array.shape)}")
-    if not np.isfinite(array).all():
-        raise ValueError(f"{name} must be finite numbers, got {array[~np.isfinite(array)][0]}")
-    return array
-
-
-def check_offsets(offsets: Any, n: int, text: str) -> np.ndarray:
-    """Check that offsets [n, 2] lie inside the text, and return them as an array."""
-    array = as_array(offsets, np.int32)  # [n, 2]
-    array = array if array.size else array.reshape(0, 2)
-    if array.shape != (n, 2):
-        raise ValueError(f"offsets must be [n={n}, 2], got {list(array.shape)}")
-    wrong = (array[:, 0] < 0) | (array[:, 0] > array[:, 1]) | (array[:, 1] > len(text))  # [n]
-    if wrong.any():
-        first = array[wrong][0].tolist()
-        raise ValueError(f"offsets must be 0 <= start <= end <= {len(text)}, the length of text, got {first}")
-    return array

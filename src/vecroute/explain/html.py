@@ -94,21 +94,25 @@ def content(
 ) -> dict[str, Any]:
     """Return the values for the template of a fragment. All its element ids begin with the prefix."""
     rows = explanation.aggregate(unit) if explanation.unit == "token" else explanation
-    questions = asked_first(explanation) if outputs is None else [Question(str(name)) for name in outputs]
+    questions = questions_about(explanation, outputs)
     whole = listed(explanation, rows)
     second = explanation if states is None else states
-    return header(explanation, rows.unit) | {
-        "prefix": prefix,
-        "unit": rows.unit,
-        "n_outputs": len(explanation.output_names),
-        "n_explained": len({question.output for question in questions}),
-        "of_depths": second.of,
+    return frame(explanation, rows.unit, questions, prefix, second) | {
         "panels": [panel(explanation, rows, whole, second, question) for question in questions],
     }
 
 
-def header(explanation: "Explanation", unit: str) -> dict[str, Any]:
-    """Return the values for the header: prediction, sample, model and date."""
+def frame(
+    explanation: "Explanation", unit: str, questions: Sequence[Question], prefix: str, second: "Explanation"
+) -> dict[str, Any]:
+    """Return the values around the panels: prediction, sample, model and date, and the choice of a panel.
+
+    Args:
+        unit: the unit of the listed rows.
+        questions: the question of each panel.
+        prefix: beginning of all element ids.
+        second: the explanation that the views by depth show.
+    """
     about = {name: caption(str(explanation.about[name]), 100) for name in ABOUT if name in explanation.about}
     return {
         "title": caption(explanation.text, 60),
@@ -116,11 +120,18 @@ def header(explanation: "Explanation", unit: str) -> dict[str, Any]:
         "about": {"Text": caption(explanation.text, 160)}
         | {name.capitalize(): told for name, told in about.items()},
         "meaning": meaning(explanation, unit),
+        "prefix": prefix,
+        "unit": unit,
+        "n_outputs": len(explanation.output_names),
+        "n_explained": len({question.output for question in questions}),
+        "of_depths": second.of,
     }
 
 
-def asked_first(explanation: "Explanation") -> list[Question]:
-    """Return the questions to answer: first what decided, then the classes with the highest scores."""
+def questions_about(explanation: "Explanation", outputs: Sequence[Any] | None) -> list[Question]:
+    """Return the questions to answer: the given classes, else what decided and the highest scores."""
+    if outputs is not None:
+        return [Question(str(name)) for name in outputs]
     if margin_of(explanation) is not None:
         return [decided(explanation)]
     best = np.argsort(-explanation.scores, kind="stable")[:N_OUTPUTS]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.aggregate import by_depth, sums
-from vecroute.explain.explanation import ARRAYS, Explanation, as_array, written
+from vecroute.explain.arrays import as_array
+from vecroute.explain.explanation import ARRAYS, Explanation, written
 from vecroute.explain.hidden import explain_states_of
 from vecroute.explain.words import image_readings, split_words
 from vecroute.io.images import Picture

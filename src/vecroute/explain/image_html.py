@@ -10,13 +10,13 @@ import numpy as np
 
 from vecroute.explain.html import (
     STYLE,
-    asked_first,
     bars,
     colour,
     depths,
     environment,
-    header,
+    frame,
     page_numbers,
+    questions_about,
 )
 from vecroute.explain.shown import caption, shown
 from vecroute.explain.told import Question, asked, chance
@@ -58,7 +58,7 @@ def content(
 ) -> dict[str, Any]:
     """Return the values for the template of a fragment. All its element ids begin with the prefix."""
     rows = explanation.aggregate(unit) if explanation.unit == "patch" else explanation
-    questions = asked_first(explanation) if outputs is None else [Question(str(name)) for name in outputs]
+    questions = questions_about(explanation, outputs)
     second = explanation if states is None else states
     compared = list(dict.fromkeys(question.output for question in questions))[:2]
     grids = [explanation.grid(name) for name in compared]  # [rows, columns] each
@@ -66,15 +66,10 @@ def content(
     name = PurePath(
         explanation.text
     ).name  # a page may be shared, so it does not show the folders of this machine
-    head = header(explanation, rows.unit)
-    return head | {
+    around = frame(explanation, rows.unit, questions, prefix, second)
+    return around | {
         "title": caption(name, 60),
-        "about": head["about"] | {"Text": None, "Image": caption(name, 160)},
-        "prefix": prefix,
-        "unit": rows.unit,
-        "n_outputs": len(explanation.output_names),
-        "n_explained": len({question.output for question in questions}),
-        "of_depths": second.of,
+        "about": around["about"] | {"Text": None, "Image": caption(name, 160)},
         "image": data_uri(explanation.image),
         "size": explanation.size,
         "shown": size_on_page(explanation.size, WIDTH),

@@ -1,6 +1,7 @@
 """Progress bars, for terminals only."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,3 +37,23 @@ def progress_bar(show: bool, title: str, total: int | None) -> Iterator[Any]:
             progress.update(task, completed=done, beside=told)
 
         yield update
+
+
+def is_shown(verbose: bool | None) -> bool:
+    """Return whether to show progress: as asked, or for None if standard error is a terminal."""
+    at_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return at_terminal if verbose is None else verbose
+
+
+@contextmanager
+def counting_bar(show: bool, title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a bar as ``progress_bar``, but yield ``step(more)``: the number of steps since the last call."""
+    done = 0
+    with progress_bar(show, title, total) as bar:
+
+        def step(more: int) -> None:
+            nonlocal done
+            done += more
+            bar(done)
+
+        yield step

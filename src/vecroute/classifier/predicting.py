@@ -1,0 +1,78 @@
+"""Scores and vectors of any number of texts or images, as many at a time as fit in memory."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vecroute.classifier.parts import ready
+from vecroute.classifier.streams import progress_over, windows_of
+from vecroute.classifier.vectors import vectors
+from vecroute.encoders.text import Batch
+from vecroute.encoders.vision import VisionEncoder
+
+if TYPE_CHECKING:
+    from vecroute.classifier.estimator import RoutingClassifier
+
+WINDOW_CHARACTERS = 1_000_000  # characters of text tokenized at a time; an image counts as 4,000
+
+
+def scores_of(classifier: "RoutingClassifier", X: Any) -> Tensor:
+    """Return the scores [n, n_cls] of texts in double precision, on the CPU."""
+    _, head = ready(classifier)
+    return outputs(classifier, head, X).double()  # [n, n_cls]
+
+
+def vectors_of(classifier: "RoutingClassifier", X: Any) -> Tensor:
+    """Return the vector of each text, [n, k]; see ``vectors``."""
+    _, head = ready(classifier)
+    return outputs(classifier, partial(vectors, head), X)  # [n, k]
+
+
+def scores_of_batches(head: nn.Module, batches: Iterable[Batch], n: int) -> Tensor:
+    """Return the scores [n, n_cls] of n texts, given batches of their hidden states, as ``scores_of``."""
+    return through(head, batches, n, device_of(head)).double()  # [n, n_cls]
+
+
+def outputs(classifier: "RoutingClassifier", part: Callable[..., Tensor], X: Any) -> Tensor:
+    """Return the output [n, k] of a part of the head for all texts."""
+    encoder, head = ready(classifier)
+    device, found = device_of(head), []
+    with progress_over(X, "classifying", classifier.verbose) as step:
+        for some in windows_of(X, isinstance(encoder, VisionEncoder), WINDOW_CHARACTERS):
+            batches = encoder.batches(encoder.tokenize(some))
+            found.append(through(part, batches, len(some), device, step))  # [b, k]
+    return torch.cat(found)  # [n, k]
+
+
+@torch.inference_mode()
+def through(
+    part: Callable[..., Tensor],
+    batches: Iterable[Batch],
+    n: int,
+    device: torch.device,
+    step: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Return the output [n, k] of a part of the head for n texts, on the CPU.
+
+    Args:
+        part: hidden states [b, n_pos, depth, d_emb] and mask [b, n_pos] -> [b, k].
+        batches: the hidden states of the n texts.
+        device: the device of the head.
+        step: called with the number of texts of each batch.
+    """
+    rows: Any = None
+    for batch in batches:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            found = part(batch.hidden.to(device, torch.float32), batch.mask.to(device)).float()  # [b, k]
+        rows = found.new_empty(n, found.shape[1]) if rows is None else rows  # [n, k]
+        rows[batch.which] = found
+        if step:
+            step(len(batch.which))
+    return rows.cpu()
+
+
+def device_of(head: nn.Module) -> torch.device:
+    return next(head.parameters()).device
