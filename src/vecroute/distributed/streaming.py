@@ -269,7 +269,7 @@ class Streamed:
         return x_out, State(torch.stack(ys), torch.stack(ss), *stacked)
 
     def backward(self, weights: Sequence[Tensor], state: State, grad: Tensor) -> tuple[Grads, list[Tensor]]:
-        """Return the gradients of the weights by name, and of parameters of the modules before the routing."""
+        """Return the gradients of the weights by name, and of the parameters before the routing."""
         p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
         grads = Grads()
         trained = [torch.zeros_like(parameter) for parameter in self.trained]
