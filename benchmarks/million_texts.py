@@ -103,7 +103,7 @@ def peak_mb(pid: int) -> float:
 
 
 def torchrun(model: Path, corpus: Path, out: Path, stop_at: int | None) -> tuple[float, float]:
-    """Run once and return seconds and the peak memory; kill a process once there are so many shards."""
+    """Run once, and return seconds and peak memory. Kill a process when ``stop_at`` shards are there."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vecroute"]
     command += ["predict", str(model), str(corpus), "--out", str(out), "--device", "cpu"]
     start, peak = time.perf_counter(), 0.0
