@@ -51,7 +51,7 @@ def route(
         x_init: [..., j, h] outputs to start from instead of the flat prior; only the reference takes them.
 
     Returns:
-        x_out [..., j, h], not yet normalised, and phi [..., i, j] (None if not asked for), at least float32.
+        x_out [..., j, h], not yet normalised, and phi [..., i, j] (None unless need_phi), at least float32.
     """
     implementation = pick(implementation, x_inp, cu_seqlens)
     if implementation == "reference":

@@ -1,4 +1,4 @@
-"""The plan of a call: what follows from its case and its path, computed when it is first asked for."""
+"""The plan of a call: everything that follows from its case and its path, computed when it is first used."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
