@@ -3,7 +3,7 @@
 ``--fit`` fits three classifiers for each task, which differ in their seed, and keeps them in FOLDER. Their
 predictions on test texts are explained by every method of ``vecroute.explain.rivals``. Rows of every text,
 seed and method are appended to words_texts.csv; rows that are there already are not measured again.
-``--summarize`` makes words.csv of them: means, and how far each method is from "words", with intervals that
+``--summarize`` makes words.csv from them: means, and how far each method is from "words", with intervals that
 are paired by text and seed. corpora.py says what is in DATA.
 """
 

@@ -4,8 +4,8 @@
 2. The same by Ray Data with two workers. One of them is killed midway (``--ray``).
 
 Both end with every text exactly once and with all columns. Rows (texts per second, peak memory of a process)
-are appended to million_texts.csv. The encoder is tiny by default, since the plumbing is what is measured;
-``--encoder minilm`` takes a real one.
+are appended to million_texts.csv. The encoder is tiny by default, because the benchmark measures the work
+around it; ``--encoder minilm`` takes a real one.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""What a routing costs as its sizes grow: ``python benchmarks/scaling.py [--against heinsen_routing.py]``.
+"""Measure the cost of a routing as its sizes grow: ``python benchmarks/scaling.py [--against FILE]``.
 
-Parameters, peak memory and time of forward and of forward + backward, beside the floor: what a device with
-the matmul rate and the copy bandwidth measured in the same run would need at least (see floor.py).
+It measures parameters, peak memory and time of forward and of forward + backward. The floor is the least time
+and memory that a device with the matmul rate and the copy bandwidth of the same run needs (see floor.py).
 
 axes        one of n_inp, n_out, d_inp, d_out, n_iters grows, the others stay at 100, 100, 1024, 1024, 2
 busy        the same with others so large that a GPU computes, instead of waiting for launches
@@ -9,7 +9,8 @@ headline    1,000,000 x 1024 -> 100 x 1024, fixed and variable length
 longest     89,600 x 1024 -> 64 x 1024, variable length: the longest sequence of the paper's benchmarks
 ten-million 10,000,000 x 1024 -> 100 x 1024, variable length, stored in bfloat16
 
-Rows are appended to scaling.csv, straight lines fitted to the axes to scaling_fits.csv.
+Rows are appended to scaling.csv, and straight lines fitted to the axes to scaling_fits.csv. FILE is the
+authors' heinsen_routing.py.
 """
 
 import argparse

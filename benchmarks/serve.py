@@ -1,8 +1,8 @@
 """Measure how many requests per second `vecroute serve` answers, with and without batches, and how fast.
 
-A server of its own process for each row, and the clients in another, on the loopback interface. Each client
-sends a text, waits for the answer, and sends the next. Texts are sentences of film reviews and their first
-words, each sent once; the classifier is fitted on a few of them, on a frozen MiniLM.
+For each row, the server runs in one process and the clients in another, on the loopback interface. Each
+client sends a text, waits for the answer, and sends the next. Texts are sentences of film reviews, or their
+first words, each sent once. The classifier is fitted on a few of them, on a frozen MiniLM.
 
     python benchmarks/serve.py                       # 64 clients for 60 seconds, to results/serve.csv
     python benchmarks/serve.py --model model/ --short --results build/bench

@@ -3,11 +3,11 @@
     python benchmarks/soak.py --minutes 10
     python benchmarks/soak.py --minutes 1 --clients 8 --model model/
 
-Each client sends a text whose probabilities are known and compares them. One request in 50 is hostile:
-no JSON, too deep, too long, a slow body, a lost connection, nonsense on the socket. It ends with exit code 1
-where an answer was wrong, the server came down, memory grew by more than 5 %, or the 99th percentile of the
-times was above ``--limit``, the limit of the server. Appends a row to results/soak.csv, with the memory of
-the server at ten moments, which shows whether it still grows at the end.
+Each client sends texts whose probabilities are known, and compares the answers. One request in 50 is hostile:
+no JSON, too deep, too long, a slow body, a lost connection, nonsense on the socket. The exit code is 1 if an
+answer was wrong, the server stopped, memory grew by more than 5 %, or the 99th percentile of the times was
+above ``--limit``, the limit of the server. A row is appended to results/soak.csv. It has the memory of the
+server at ten moments, which shows whether it still grows at the end.
 """
 
 import asyncio
