@@ -26,7 +26,7 @@ def test_drawings_are_the_same_each_time_and_know_their_shape():
 
 
 class Weak(LogisticRegression):
-    """A classifier that always returns one label, unless ``strong``."""
+    """A classifier that always returns one label, unless C is 1 or more."""
 
     def predict(self, X):
         return super().predict(X) if self.C >= 1 else np.full(len(X), "bright")

@@ -72,7 +72,7 @@ def test_the_constructors(layer):
     shown = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
     promised = CONSTRUCTORS[layer].split()
     assert shown[: len(promised)] == promised
-    # The rest of the line is optional.
+    # All further parameters have a default.
     assert all("=" in parameter for parameter in shown[len(promised) :])
     assert shown[-2:] == ["device=None", "dtype=None"]
 

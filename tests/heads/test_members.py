@@ -37,7 +37,7 @@ def alone(head):
 
 
 def parts(head, m, of=lambda parameter: parameter):
-    """Return the parameters of member m, or their gradients, in the order of a head of one member."""
+    """Return the parameters of member m, or ``of`` each, in the order of a head of one member."""
     found = []
     for module in head.modules():
         if isinstance(module, Linears):

@@ -9,7 +9,7 @@ from tests.helpers.tolerance import assert_as_good, twin
 from vecroute.ops import autograd
 
 pytestmark = pytest.mark.usefixtures("device", "nan_filled_memory")
-CASES = {  # what: n_inp, batch, implementation, whether the batch path is avoided, phi_out
+CASES = {  # name: n_inp, batch, implementation, whether the batch path is avoided, phi_out
     "batch": (None, (2,), "fused", False, False),
     "batch, fixed": (20, (2,), "fused", False, True),
     "chunks": (None, (2,), "fused", True, False),

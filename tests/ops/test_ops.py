@@ -356,7 +356,7 @@ def test_parameters_with_any_strides(implementation, fixed, nan_filled_memory):
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("implementation", PATHS)
 def test_one_output_has_no_gradient_of_its_scores(implementation, fixed):
-    """Not even rounding gives a gradient. With d_out = 1, without normalisation, it would be large."""
+    """Not even rounding leaves a gradient, which would be large: with d_out = 1 nothing is normalised."""
     layer = make(7, 1, 3, 1, fixed=fixed, implementation=implementation, n_iters=3)
     with torch.no_grad():
         for parameter in layer.parameters():
