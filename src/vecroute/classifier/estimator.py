@@ -564,7 +564,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         return self._through(self.head_, batches, n).double()
 
     def _outputs(self, head: Callable[..., Tensor], X: Any) -> Tensor:
-        """Return the output [n, k] of a part of the head for all texts, in batches that fit memory."""
+        """Return the output [n, k] of a part of the head for all texts, as many at a time as fit memory."""
         encoder, _ = self._ready()
         n, found, done = number_of(X), [], 0
         with progress_bar(self._show_for(n), "classifying", n) as bar:
