@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import vecroute as vr
 
-WARM_UP = 30  # calls before any timing: Python 3.12 speeds up code that it has seen some twenty times
+WARM_UP = 30  # calls before any timing: Python 3.12 speeds up code after about twenty runs
 MOST_CALLS = 50  # calls per figure at most
 PACKAGE = str(Path(vr.__file__).parent)
 # Python 3.12 inlines comprehensions, so counts of different versions agree only without them.
@@ -56,7 +56,7 @@ class Call:
 
 
 def seeded(seed: int, device: str = "cpu") -> torch.Generator:
-    """Return a generator of its own: a capture that fails can leave PyTorch's CUDA generator unusable."""
+    """Return a new generator, because a failed capture can leave PyTorch's CUDA generator unusable."""
     return torch.Generator(device).manual_seed(seed)
 
 

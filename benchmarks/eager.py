@@ -77,7 +77,7 @@ LAYERS = {
 KINDS = dict.fromkeys(("text", "image64", "head4"), ("plain", "masked", "packed"))
 KINDS["packed64"] = ("masked", "packed")
 SHORTEST = {"packed64": 0.05}  # shortest masked or packed sample, as a share of n_inp; 0.1 in other cases
-LENGTHS = variable(8, 450, 16, 384)  # and 200 lengths from 50 to 449
+LENGTHS = variable(8, 450, 16, 384)  # the repeated length; 200 other lengths are from 50 to 449
 HEADS = ((32, 48, 7, 384), (16, 128, 25, 1024))  # batch, positions, depths, size of the hidden states
 CASES = (*LAYERS, "lengths", "heads", "trace")
 
@@ -148,7 +148,7 @@ def head_call(name: str, shape: tuple[int, int, int, int], mode: str, options: a
     return Call(head, hidden_states, given, mode, options.device)
 
 
-# What is measured
+# Measurements
 
 
 def measure(build: Callable[[], Call], options: argparse.Namespace, *, capture: bool = True) -> dict:
@@ -221,7 +221,7 @@ def sweeps(call: Call, lengths: list[int]) -> dict[str, dict[str, float]]:
 
 
 def heads(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measured]:
-    """Yield the default routing head beside attentive probes; compiled too, in the first mode of a run."""
+    """Yield rows of the default routing head and of attentive probes; in the first mode also compiled."""
     for shape in HEADS:
         batch, n_pos, depth, d = (3, 8, 3, 24) if options.short else shape
         columns = sizes(Case(n_pos * depth, 2, d, 1, variable=True, batch=batch))

@@ -3,7 +3,7 @@
 ``--fit`` fits three classifiers for each task, which differ in their seed, and keeps them in FOLDER. Their
 predictions on test texts are explained by every method of ``vecroute.explain.rivals``. Rows of every text,
 seed and method are appended to words_texts.csv; rows that are there already are not measured again.
-``--summarize`` makes words.csv of them: means, and how far each method is from "words", with intervals that
+``--summarize`` makes words.csv from them: means, and how far each method is from "words", with intervals that
 are paired by text and seed. corpora.py says what is in DATA.
 """
 
@@ -24,8 +24,8 @@ from vecroute.explain.attribution import Reader
 from vecroute.explain.faithfulness import Judge, agreement, measure, summarize
 from vecroute.explain.rivals import METHODS
 
-GROUP = 20  # texts that are measured before their rows are written
-CHECKED = 50  # texts for agreement over seeds, randomisation and memory
+GROUP = 20  # number of texts that are measured before their rows are written
+CHECKED = 50  # number of texts for the checks of agreement, randomisation and memory
 SEEDS = (0, 1, 2)
 TEXTS = {"sst2": 500, "imdb": 200}  # how many test texts, unless --texts says otherwise
 OURS = "words"
@@ -61,7 +61,7 @@ def readers(task: str, options: Any) -> list[Reader]:
 
 
 def choose(task: str, reader: Reader, options: Any) -> list[str]:
-    """Test texts, drawn at random from those that are not too long."""
+    """Return test texts, drawn at random from those that are not too long."""
     texts, _ = corpora.load(task, "test", options.data)
     random.Random(0).shuffle(texts)
     chosen: list[str] = []
@@ -72,7 +72,7 @@ def choose(task: str, reader: Reader, options: Any) -> list[str]:
 
 
 def check(task: str, trained: list[Reader], texts: list[str], method: str, device: str) -> dict[str, Any]:
-    """Agreement of the seeds, agreement with a head that was never trained, memory of one explanation."""
+    """Measure how seeds agree, how they agree with an untrained head, and the memory of an explanation."""
     head = trained[0].head
     fresh = vr.RoutingHead(d_emb=head.d_emb, depth=head.depth, n_cls=corpora.TASKS[task], **head.options)
     fresh.load_state_dict(
@@ -148,13 +148,13 @@ def plot(summary: pandas.DataFrame, results: Path) -> None:
 
 
 def one_of_each(own: pandas.DataFrame) -> pandas.DataFrame:
-    """The row of each method with the most texts, where it ran on several devices, last method first."""
+    """Return the row with the most texts for each method, from any device, the last method first."""
     most = own.sort_values("texts", ascending=False, kind="stable").drop_duplicates("method")
     return most.set_index("method").reindex([m for m in METHODS if m in set(own.method)][::-1]).reset_index()
 
 
 def bars(axis: Any, own: pandas.DataFrame) -> None:
-    """A bar for the mean of each method, with its interval."""
+    """Draw a bar for the mean of each method, with its interval."""
     colors = ["tab:red" if method.startswith(OURS) else "tab:blue" for method in own.method]
     axis.barh(own.method, own["mean"], color=colors, alpha=0.7)
     away = [own["mean"] - own.low, own.high - own["mean"]]
@@ -162,7 +162,7 @@ def bars(axis: Any, own: pandas.DataFrame) -> None:
 
 
 def measured(results: Path, about: dict[str, Any]) -> set[tuple]:
-    """Return the task, seed, text and method of the rows that this device has already."""
+    """Return the task, seed, text and method of all existing rows of this device."""
     path = results / "words_texts.csv"
     if not path.exists():
         return set()

@@ -6,7 +6,7 @@ from typing import Any
 from stacked import Recipe, Training
 
 ROUTING = {"implementation": "reference"}  # stacked.py uses vmap, which only the reference supports
-WIDTHS = (0, 128, 256, 512)  # of the MLPs, offered to every head that can have MLPs; 0 means none
+WIDTHS = (0, 128, 256, 512)  # widths of MLPs, for every head that can have MLPs; 0 means no MLP
 DROP = 0.3  # share of the inputs that training drops
 Shape = tuple[dict[str, Any], float]  # options of a head, and the share of inputs to drop
 
@@ -32,8 +32,8 @@ FAMILIES: dict[str, tuple[str, list[Shape]]] = {
 LINEAR = "logistic regression"
 BY_DEPTH = ("mean of all",)  # heads that treat each depth differently
 LRS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-STEP = math.sqrt(10)  # by which the grid of learning rates grows
-GROWTH = 2  # times that it may grow on each side
+STEP = math.sqrt(10)  # factor by which the grid of learning rates grows
+GROWTH = 2  # how often the grid may grow on each side
 REGULAR = ((0.05, 0.0), (0.5, 0.1))  # weight decay and label smoothing
 RECIPES = [
     Recipe(lr=lr, weight_decay=decay, label_smoothing=smoothing) for lr in LRS for decay, smoothing in REGULAR

@@ -87,18 +87,18 @@ Labelled = tuple[list[str], list[str]]
 
 
 def sentences(data: Path) -> tuple[Labelled, Labelled]:
-    """SST-2: whole training sentences, and all dev and test sentences."""
+    """Return SST-2: whole training sentences, and all dev and test sentences."""
     dev, test = (corpora.load("sst2", split, data) for split in ("dev", "test"))
     return corpora.load("sst2", "train", data, whole=True), (dev[0] + test[0], dev[1] + test[1])
 
 
 def grades(data: Path) -> tuple[Labelled, Labelled]:
-    """SST-5."""
+    """Return SST-5, with the same sentences."""
     return corpora.load("sst5", "train", data, whole=True), corpora.load("sst5", "test", data)
 
 
 def reviews(data: Path) -> tuple[Labelled, Labelled]:
-    """IMDB, the first words of each review."""
+    """Return IMDB, with the first words of each review."""
     found = []
     for split, n in (("train", N_REVIEWS), ("test", N_HELD_OUT["reviews"])):
         with gzip.open(data / "imdb" / f"{split}.csv.gz", "rt", newline="") as file:
@@ -110,7 +110,7 @@ def reviews(data: Path) -> tuple[Labelled, Labelled]:
 
 
 def words(data: Path) -> tuple[Labelled, Labelled]:
-    """Sentences that had exactly one of some words, without it: the label is the word."""
+    """Return sentences with exactly one of some words. The word is removed, and is the label."""
     texts, _ = corpora.load("sst5", "train", data, whole=True)
     rows = []
     for text in texts:
@@ -122,7 +122,7 @@ def words(data: Path) -> tuple[Labelled, Labelled]:
 
 
 def topics(data: Path) -> tuple[Labelled, Labelled]:
-    """Made-up sentences with two words of one of twenty topics."""
+    """Return made-up sentences with two words of one of twenty topics."""
     rows = []
     for label, named in TOPICS.items():
         pairs = [(a, b) for a in named.split() for b in named.split() if a != b]

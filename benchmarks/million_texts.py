@@ -4,8 +4,8 @@
 2. The same by Ray Data with two workers. One of them is killed midway (``--ray``).
 
 Both end with every text exactly once and with all columns. Rows (texts per second, peak memory of a process)
-are appended to million_texts.csv. The encoder is tiny by default, since the plumbing is what is measured;
-``--encoder minilm`` takes a real one.
+are appended to million_texts.csv. The encoder is tiny by default, because the benchmark measures the work
+around it; ``--encoder minilm`` takes a real one.
 """
 
 import os
@@ -103,7 +103,7 @@ def peak_mb(pid: int) -> float:
 
 
 def torchrun(model: Path, corpus: Path, out: Path, stop_at: int | None) -> tuple[float, float]:
-    """Run once and return seconds and the peak memory; kill a process once there are so many shards."""
+    """Run once, and return seconds and peak memory. Kill a process when ``stop_at`` shards are there."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vecroute"]
     command += ["predict", str(model), str(corpus), "--out", str(out), "--device", "cpu"]
     start, peak = time.perf_counter(), 0.0

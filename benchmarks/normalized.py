@@ -12,11 +12,11 @@ from torch import Tensor
 
 from vecroute.explain.faithfulness import Judge
 
-WIDTH = 5  # orders that the beam search follows at once
+WIDTH = 5  # number of orders that the beam search follows at once
 
 
 def aopc(judge: Judge, order: Tensor) -> float:
-    """Mean fall of the probability over the deletions of the first 1, ..., n - 1 tokens of an order [n]."""
+    """Return the mean fall of the probability when the first 1, ..., n - 1 tokens of an order go, [n]."""
     keep = torch.ones(len(order), dtype=torch.bool)  # [n]
     texts = [judge.some(keep)]
     for k in order.tolist()[:-1]:
@@ -52,7 +52,7 @@ def _search(judge: Judge, width: int, best: bool) -> float:
 
 
 def normalized(judge: Judge, order: Tensor, limits: tuple[float, float]) -> dict[str, float]:
-    """Comprehensiveness (more is better) and sufficiency (less is better) of an order [n], from 0 to 1.
+    """Return comprehensiveness (more is better) and sufficiency (less is better) of an order [n], 0 to 1.
 
     Keeping the first k tokens is deleting the last n - k, so both have the same limits.
     """

@@ -40,13 +40,13 @@ MIXUP = {ROBERTA: 0.65, BEIT: 0.2}  # both parameters of the beta distribution
 
 
 class Preset(NamedTuple):
-    """What the authors' scripts say about a task."""
+    """The settings of the authors' scripts for a task."""
 
     n_cls: int
     encoder: str
     batch: int
     epochs: int
-    steps: int | None  # of an epoch; None for all training samples once
+    steps: int | None  # steps of an epoch, None to use every training sample once
     theirs: float  # test accuracy in %, from Table 1 of the paper
     test: str = "test"  # the split that the paper reports
     start: bool = False  # True to train only the last routing of a head trained on another task
@@ -112,7 +112,7 @@ def tidy(text: str) -> str:
 
 
 def augmentation(size: tuple[int, int], crop: bool) -> Callable[[Any], Any]:
-    """Return what the authors do to training images: RandAugment, for ImageNet-1K of a random crop."""
+    """Return the authors' augmentation of training images: RandAugment; for ImageNet-1K, of a random crop."""
     try:
         from torchvision import transforms
     except ImportError:
@@ -196,7 +196,7 @@ def resume(parts: dict[str, Any], file: Path) -> int:
 
 
 def start_from(head: PaperHead, file: Path) -> None:
-    """Load all but the last routing of a head trained on another task, and freeze what was loaded."""
+    """Load all but the last routing of a head trained on another task, and freeze the loaded parameters."""
     last = f"network.{len(head.network) - 1}."
     weights = torch.load(file, map_location="cpu", weights_only=True)["head"]
     head.load_state_dict({k: v for k, v in weights.items() if not k.startswith(last)}, strict=False)
@@ -206,8 +206,8 @@ def start_from(head: PaperHead, file: Path) -> None:
 
 @torch.inference_mode()
 def evaluate(head: PaperHead, encoder: Any, samples: Samples, batch: int) -> dict[str, float]:
-    """Return the accuracy and the accuracy of the best five classes, in %."""
-    right = torch.zeros(2)  # first, among the first five
+    """Return the accuracy and the top-5 accuracy, in %."""
+    right = torch.zeros(2)  # right in the first place, and among the first five
     for start in range(0, len(samples.labels), batch):
         part = slice(start, start + batch)
         scores = head(*padded(encoder.encode(samples.inputs[part]), encoder.device))  # [b, n_cls]
@@ -219,7 +219,7 @@ def evaluate(head: PaperHead, encoder: Any, samples: Samples, batch: int) -> dic
 
 
 def planned(options: argparse.Namespace, n_train: int, encoder: Any) -> argparse.Namespace:
-    """Return the numbers of a run: those of the preset, unless an option changes them."""
+    """Return the settings of a run: the preset, with the changes of the options."""
     preset = PRESETS[options.task]
     batch = options.batch_size or preset.batch
     steps = options.steps or preset.steps or max(n_train // batch, 1)

@@ -24,7 +24,7 @@ TOPICS = {
     "garden": "rose tulip tree grass leaf root seed soil bush lawn fence bee",
     "traffic": "train truck bus bicycle tram highway bridge tunnel engine wheel ticket station",
 }
-GROUP = 32  # texts that are explained at once
+GROUP = 32  # number of texts that are explained at once
 
 
 class Planted(NamedTuple):
@@ -44,7 +44,7 @@ def plant(sentence: str, words: list[str], rng: random.Random) -> str:
 
 
 def make(task: str, sentences: list[str], seed: int) -> list[Planted]:
-    """One text for each sentence, its class drawn at random."""
+    """Return one text for each sentence, with a random class."""
     rng, made = random.Random(seed), []
     words = {topic: each.split() for topic, each in TOPICS.items()}
     known = {*WORDS, *(word for each in words.values() for word in each)}
@@ -62,7 +62,7 @@ def make(task: str, sentences: list[str], seed: int) -> list[Planted]:
 
 
 def found(reader: Reader, texts: list[Planted], classes: list[str], method: str) -> list[dict[str, Any]]:
-    """For each text that the head classifies correctly: the share of planted words among the first tokens."""
+    """Return the share of planted words among the first tokens, for each correctly classified text."""
     rows = []
     for start in range(0, len(texts), GROUP):
         group = texts[start : start + GROUP]
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def sentences(split: str, data: Path, seed: int) -> list[str]:
-    """Whole sentences of SST in a random order."""
+    """Return the whole sentences of SST in a random order."""
     lines = (data / "sst" / f"{split}.txt").read_text().splitlines()
     found = [corpora.phrases(line)[-1][0] for line in lines]
     random.Random(seed).shuffle(found)

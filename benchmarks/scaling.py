@@ -1,7 +1,7 @@
-"""What a routing costs as its sizes grow: ``python benchmarks/scaling.py [--against heinsen_routing.py]``.
+"""Measure the cost of a routing as its sizes grow: ``python benchmarks/scaling.py [--against FILE]``.
 
-Parameters, peak memory and time of forward and of forward + backward, beside the floor: what a device with
-the matmul rate and the copy bandwidth measured in the same run would need at least (see floor.py).
+It measures parameters, peak memory and time of forward and of forward + backward. The floor is the least time
+and memory that a device with the matmul rate and the copy bandwidth of the same run needs (see floor.py).
 
 axes        one of n_inp, n_out, d_inp, d_out, n_iters grows, the others stay at 100, 100, 1024, 1024, 2
 busy        the same with others so large that a GPU computes, instead of waiting for launches
@@ -9,7 +9,8 @@ headline    1,000,000 x 1024 -> 100 x 1024, fixed and variable length
 longest     89,600 x 1024 -> 64 x 1024, variable length: the longest sequence of the paper's benchmarks
 ten-million 10,000,000 x 1024 -> 100 x 1024, variable length, stored in bfloat16
 
-Rows are appended to scaling.csv, straight lines fitted to the axes to scaling_fits.csv.
+Rows are appended to scaling.csv, and straight lines fitted to the axes to scaling_fits.csv. FILE is the
+authors' heinsen_routing.py.
 """
 
 import argparse
@@ -37,7 +38,7 @@ SHORT_AXES = {
     "d_out": (256, 512, 1024),
     "n_iters": (2, 6, 10),
 }
-# What stays the same where a GPU is to be busy, and what grows.
+# Sizes that keep a GPU busy: for each axis, the sizes that stay the same, and the values of the axis.
 BUSY_AXES = {
     "n_inp": ({}, (250_000, 500_000, 750_000, 1_000_000)),
     "n_out": ({}, (25_000, 50_000, 75_000, 100_000)),
@@ -49,7 +50,7 @@ QUANTITIES = ("parameters", "forward_ms", "both_ms", "forward_mb", "both_mb")
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, Case, list[str]]]:
-    """Name, sizes and modes of every case asked for."""
+    """Return name, sizes and modes of every requested case."""
     cuda = common.is_cuda(options.device)
     modes = options.modes or (["fp32", "tf32", "bf16"] if cuda else ["fp32"])
     d = 256 if options.short else 1024
@@ -90,7 +91,7 @@ def routing_and_input(case: Case, name: str, options: argparse.Namespace, mode: 
 
 
 def measure(case: Case, name: str, mode: str, options: argparse.Namespace) -> dict[str, object]:
-    """Parameters, times and peaks of one implementation; nothing if there is not enough memory."""
+    """Return parameters, times and peaks of one implementation; None each if memory is too small."""
     size = torch.finfo(common.element_type(mode)).bits // 8
     # The reference and the official implementation store several i x j matrices and copies of x.
     room = 1.1 if name in ("chunked", "fused") else 3
@@ -126,7 +127,7 @@ def floors(case: Case, mode: str, flops_per_s: float, bytes_per_s: float) -> dic
 
 
 def speedups(row: dict, official: dict | None) -> dict[str, float | None]:
-    """How many times faster than the official implementation, where both were measured."""
+    """Return how many times faster a row is than the official implementation, if both were measured."""
     return {
         f"{which}_speedup": official[f"{which}_ms"] / row[f"{which}_ms"]
         if official and official[f"{which}_ms"] and row[f"{which}_ms"]
@@ -136,7 +137,7 @@ def speedups(row: dict, official: dict | None) -> dict[str, float | None]:
 
 
 def fit(rows: list[dict], axis: str) -> list[dict[str, object]]:
-    """quantity = intercept + slope * axis by least squares, and its R^2, for each implementation and mode."""
+    """Fit quantity = intercept + slope * axis by least squares, for each implementation and mode."""
     fits = []
     for name, mode in dict.fromkeys((row["implementation"], row["mode"]) for row in rows):
         mine = [row for row in rows if (row["implementation"], row["mode"]) == (name, mode)]
@@ -146,7 +147,7 @@ def fit(rows: list[dict], axis: str) -> list[dict[str, object]]:
             if len(set(x)) < 3:
                 continue
             slope, intercept = statistics.linear_regression(x, y)
-            r2 = statistics.correlation(x, y) ** 2 if len(set(y)) > 1 else 1.0  # a constant fits itself
+            r2 = statistics.correlation(x, y) ** 2 if len(set(y)) > 1 else 1.0  # a constant has a perfect fit
             fits.append(
                 {"axis": axis, "implementation": name, "mode": mode, "quantity": quantity, "points": len(x)}
                 | {"slope": float(slope), "intercept": float(intercept), "r2": f"{r2:.6f}"}

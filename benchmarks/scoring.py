@@ -12,8 +12,8 @@ import common
 import numpy as np
 
 OURS = "routing"
-MEMBERS = 3  # seeds whose scores are averaged
-DRAWS = 2000  # of the bootstrap
+MEMBERS = 3  # number of seeds whose scores are averaged
+DRAWS = 2000  # number of bootstrap samples
 
 
 def rank(results: Sequence[Any], labels: np.ndarray) -> list[tuple[Any, int]]:

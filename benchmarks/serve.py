@@ -1,8 +1,8 @@
-"""How many requests a second `vecroute serve` answers, with and without batches, and how long they take.
+"""Measure how many requests per second `vecroute serve` answers, with and without batches, and how fast.
 
-A server of its own process for each row, and the clients in another, on the loopback interface. Each client
-sends a text, waits for the answer, and sends the next. Texts are sentences of film reviews and their first
-words, each sent once; the classifier is fitted on a few of them, on a frozen MiniLM.
+For each row, the server runs in one process and the clients in another, on the loopback interface. Each
+client sends a text, waits for the answer, and sends the next. Texts are sentences of film reviews, or their
+first words, each sent once. The classifier is fitted on a few of them, on a frozen MiniLM.
 
     python benchmarks/serve.py                       # 64 clients for 60 seconds, to results/serve.csv
     python benchmarks/serve.py --model model/ --short --results build/bench
@@ -27,21 +27,21 @@ from typing import NamedTuple
 import common
 import numpy as np
 
-N_WORDS = 6  # of the short texts
+N_WORDS = 6  # words of the short texts
 
 
 class Load(NamedTuple):
-    """What came of the requests of some clients."""
+    """The outcome of the requests of some clients."""
 
-    milliseconds: list[float]  # of the answers 200
-    refused: int  # 503 with Retry-After
-    wrong: list[str]  # anything else, lost connections too
+    milliseconds: list[float]  # times of the answers with status 200
+    refused: int  # answers with status 503 and Retry-After
+    wrong: list[str]  # all other answers, and lost connections
     seconds: float
 
 
 @contextlib.contextmanager
 def server(model: Path, *options: str) -> Iterator[tuple[int, int]]:
-    """A server on a free port: the port, and the number of its process."""
+    """Start a server on a free port, and yield the port and the process id."""
     command = [sys.executable, "-m", "vecroute", "serve", str(model), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -51,7 +51,7 @@ def server(model: Path, *options: str) -> Iterator[tuple[int, int]]:
 
 
 def load(port: int, texts: list[str], clients: int, seconds: float, path: str = "/predict") -> Load:
-    """Measure the load of ``clients`` clients, from a process of its own."""
+    """Run the clients in their own process, and return the outcome."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(run_clients, port, texts, clients, seconds, path).result()
 
@@ -70,7 +70,7 @@ async def gather(port: int, texts: list[str], clients: int, seconds: float, path
         nonlocal refused
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         while time.perf_counter() - start < seconds:
-            # A number makes each text a new one, should there be fewer texts than requests.
+            # A number makes each text new, in case there are fewer texts than requests.
             k = next(counts)
             text = texts[k % len(texts)] + (f" {k // len(texts)}" if k >= len(texts) else "")
             sent = time.perf_counter()
@@ -93,7 +93,7 @@ async def gather(port: int, texts: list[str], clients: int, seconds: float, path
 async def exchange(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: bytes
 ) -> tuple[int, dict[str, str], bytes]:
-    """One request and its answer on an open connection: status, headers, body."""
+    """Send one request on an open connection, and return status, headers and body of the answer."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -103,13 +103,13 @@ async def exchange(
 
 
 def resident_mb(pid: int, key: str = "VmRSS") -> float:
-    """Memory of a process, now (VmRSS) or at most so far (VmHWM)."""
+    """Return the memory of a process, now (VmRSS) or at its peak (VmHWM)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
 def fitted(folder: Path) -> Path:
-    """Return a classifier on MiniLM, fitted on a few sentences: how good it is does not matter here."""
+    """Return a classifier on MiniLM, fitted on a few sentences. Its accuracy does not matter here."""
     from vecroute.classifier import RoutingClassifier
     from vecroute.demo import sentence_polarity
 
@@ -122,7 +122,7 @@ def fitted(folder: Path) -> Path:
 def row(
     model: Path, kind: str, texts: list[str], max_batch: int, max_waiting: int, options: argparse.Namespace
 ) -> dict[str, object]:
-    """One server, all clients."""
+    """Measure one server with all clients, and return a row."""
     settings = ("--max-batch", str(max_batch), "--max-waiting", str(max_waiting))
     with server(model, *settings, "--device", options.device) as (port, pid):
         load(port, texts[:200], 8, min(2.0, options.load_seconds))  # warm

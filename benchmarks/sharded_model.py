@@ -153,7 +153,7 @@ def message_s(numbers: int, repeats: int) -> float:
 
 
 def rank_main(rank: int, ranks: int, folder: str, case: Case, repeats: int) -> None:
-    """Measure as one rank, and save what was found. Work alone and sharded steps alternate."""
+    """Measure as one rank, and save the results. Steps of one process and sharded steps alternate."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group(
@@ -188,7 +188,7 @@ def measure(ranks: int, case: Case, repeats: int) -> dict[str, object]:
     latency = first["small_s"] / hops if hops else 0.0
     large = 4 * LARGE / ranks
     bandwidth = large / max(first["large_s"] / hops - latency, 1e-9) if hops else float("inf")
-    # In each round, every rank works as long as the slowest.
+    # In each round, every rank takes as long as the slowest one.
     rounds = zip(*(rank["alone"] for rank in found), strict=True)
     slowest = [tuple(max(times) for times in zip(*each, strict=True)) for each in rounds]
     work = tuple(map(min, zip(*slowest, strict=True)))
@@ -238,7 +238,7 @@ def check(options: argparse.Namespace) -> None:
     case, about = Case(**sizes, variable=True), common.about("cpu")
     for ranks in options.processes:
         row = measure(ranks, case, 2 if options.short else options.repeats)
-        if ranks > 2:  # more processes than cores: only the bytes are meant
+        if ranks > 2:  # there are more processes than cores, so only the bytes count
             row |= dict.fromkeys(("work_ms", "predicted_ms", "measured_ms", "measured_of_predicted"))
         print({name: common.written(value) for name, value in row.items()}, flush=True)
         common.append(options.results / "sharded_model.csv", [row | about])

@@ -1,4 +1,4 @@
-"""Compare with what people would use instead: ``python benchmarks/side_by_side.py``.
+"""Compare with the packages that people would use instead: ``python benchmarks/side_by_side.py``.
 
 few-shot    SetFit (package setfit, its defaults) and ``RoutingClassifier`` on the same few sentences and the
             same MiniLM: test accuracy, seconds to fit, sentences per second of prediction
@@ -157,7 +157,7 @@ class PlainProbe(nn.Module):
 
 
 def throughput(sentences: DataFrame, device: str, n: int, rounds: int) -> list[Row]:
-    """Sentences per second, the best of some rounds, which alternate."""
+    """Return sentences per second, the best of some rounds, which alternate."""
     texts, labels = sentences["text"].tolist()[:n], sentences["label"].tolist()[:n]
     probe = PlainProbe(device)
     options = {"max_epochs": 1, "cache": False, "device": device, "verbose": False, "validation_fraction": 0}
@@ -179,7 +179,7 @@ def throughput(sentences: DataFrame, device: str, n: int, rounds: int) -> list[R
 
 
 def explain(sentences: DataFrame, device: str, n: int) -> list[Row]:
-    """Seconds of one explanation, the median over n sentences, after a warm-up on the first."""
+    """Return the seconds of one explanation, the median over n sentences, after a warm-up on the first."""
     texts, labels = sentences["text"].tolist(), sentences["label"].tolist()
     classifier = vr.RoutingClassifier("minilm", cache=False, device=device, max_epochs=1, verbose=False)
     classifier.fit(texts[-200:], labels[-200:])

@@ -1,13 +1,13 @@
-"""64 clients against a server of this machine, 2 % of their requests hostile: right answers, memory, times.
+"""Test a server with 64 clients, 2 % of whose requests are hostile: right answers, memory, times.
 
     python benchmarks/soak.py --minutes 10
     python benchmarks/soak.py --minutes 1 --clients 8 --model model/
 
-Each client sends a text whose probabilities are known and compares them. One request in 50 is hostile:
-no JSON, too deep, too long, a slow body, a lost connection, nonsense on the socket. It ends with exit code 1
-where an answer was wrong, the server came down, memory grew by more than 5 %, or the 99th percentile of the
-times was above ``--limit``, the limit of the server. Appends a row to results/soak.csv, with the memory of
-the server at ten moments, which shows whether it still grows at the end.
+Each client sends texts whose probabilities are known, and compares the answers. One request in 50 is hostile:
+no JSON, too deep, too long, a slow body, a lost connection, nonsense on the socket. The exit code is 1 if an
+answer was wrong, the server stopped, memory grew by more than 5 %, or the 99th percentile of the times was
+above ``--limit``, the limit of the server. A row is appended to results/soak.csv. It has the memory of the
+server at ten moments, which shows whether it still grows at the end.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from serve import exchange, fitted, resident_mb, server
 
 HOSTILE = 0.02
 GROWTH = 0.05
-N_LOOKS = 10  # at the memory of the server
-WARM_SECONDS = 30.0  # what grows once has grown by then: threads, their memory, explanations that are kept
+N_LOOKS = 10  # measurements of the server's memory
+WARM_SECONDS = 30.0  # after this time, threads, their memory and the cache of explanations no longer grow
 
 
 async def ask(port: int, path: str, body: bytes) -> tuple[int, bytes]:
-    """One request on a connection of its own."""
+    """Send one request on a new connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         status, _, answer = await exchange(reader, writer, path, body)
@@ -42,7 +42,7 @@ async def ask(port: int, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 async def send(port: int, data: bytes, wait: float = 0.0) -> None:
-    """Bytes on a socket that is left without reading."""
+    """Send bytes on a new socket, and close it without reading."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     await writer.drain()
@@ -80,7 +80,7 @@ ATTACKS = [
     refused("/explain", json.dumps({"text": "a" * 100_001}).encode(), 413),
     refused("/page", json.dumps({"texts": ["a"] * 9}).encode(), 422),
     refused("/explain", b'{"text": "a", "depth": 99}', 422),
-    dropped(HEAD % len(LONG) + LONG, 0.5),  # much work, and nobody waits for it
+    dropped(HEAD % len(LONG) + LONG, 0.5),  # much work, but the client leaves
     dropped(HEAD % 10_000 + b'{"text": "a', 2.0),
     dropped(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
     dropped(b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000, 0.2),
@@ -88,7 +88,7 @@ ATTACKS = [
 
 
 class Soak:
-    """What the clients found."""
+    """The clients, and their results."""
 
     def __init__(self, port: int, known: dict[str, list[float]], seed: int):
         self.port, self.known, self.random = port, known, random.Random(seed)
@@ -119,7 +119,7 @@ class Soak:
                 self.wrong.append(f"{status} {answer[:200]!r} to {text!r}")
 
     async def look(self, pid: int, seconds: float) -> None:
-        """The memory of the server, now and then."""
+        """Measure the memory of the server at regular intervals."""
         for _ in range(N_LOOKS):
             await asyncio.sleep(seconds / N_LOOKS)
             self.memory.append(resident_mb(pid))
@@ -130,7 +130,7 @@ class Soak:
 
 
 async def warm_up(port: int) -> None:
-    """Every attack a few times, one after another."""
+    """Run every attack a few times, one after another."""
     for attack in ATTACKS * 3:
         await attack(port)
 

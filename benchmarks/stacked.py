@@ -103,7 +103,7 @@ class Stack:
         return one(parameters, *((hidden, mask) if own == 0 else (hidden[0], mask[0])))
 
     def fit(self, data: Packed, training: Training, *, own_order: bool = False) -> None:
-        """Train all heads. Each has its own order of samples if own_order, else all have the first head's."""
+        """Train all heads. If own_order, each head has its own order of samples, else all have the same."""
         self.head.train()
         torch.manual_seed(self.recipes[0].seed)  # some heads use random numbers, too
         seeds = [recipe.seed for recipe in self.recipes] if own_order else [self.recipes[0].seed]

@@ -50,7 +50,7 @@ OPTIONS = {"max_epochs": 2, "batch_size": 32, "mixup": 0.2, "device": "cpu", "ve
 
 
 class Kill(NamedTuple):
-    """A moment: so many seconds after the beginning of a phase, or before its nth operation on files."""
+    """The moment of a kill: some seconds after the beginning of a phase, or before its nth file operation."""
 
     phase: str
     after: float | None = None
@@ -58,7 +58,7 @@ class Kill(NamedTuple):
 
 
 class Right(NamedTuple):
-    """What a run leaves that was never disturbed."""
+    """The results of a run that was never disturbed."""
 
     weights: dict[str, torch.Tensor]
     output: bytes
@@ -114,7 +114,7 @@ class Marks:
         sys.addaudithook(self.hook)
 
     def __call__(self, phase: str) -> None:
-        os.write(self.writer, f"{phase}:{self.operations}\n".encode())  # those of the phase before
+        os.write(self.writer, f"{phase}:{self.operations}\n".encode())  # operations of the phase before
         self.phase, self.operations = phase, 0
 
     def hook(self, event: str, _: Any) -> None:
@@ -226,7 +226,7 @@ def one_round(
 
 
 def kills_of(n: int, began: dict[str, float], operations: list[int], seed: int) -> list[Kill]:
-    """Return random moments, equally many in each phase, by time and by operations in turns."""
+    """Return random moments, the same number in each phase, alternately by time and by operations."""
     moments, times = random.Random(seed), list(began.values())
     kills = []
     for k in range(n):
@@ -263,7 +263,7 @@ def main() -> None:
         assert ended == "ended", ended
         output = (undisturbed / OUTPUT).read_bytes()
         right = Right(weights(undisturbed / "model"), output, answers(undisturbed))
-        largest = 400_000  # bytes; a checkpoint, the largest file, has less
+        largest = 400_000  # bytes; the largest file, a checkpoint, is smaller
         limits = [round(largest ** (k / max(asked.limits - 1, 1))) for k in range(asked.limits)]
         faults: dict[str, list[tuple[int | None, Kill | None]]] = {
             "limits": [(limit, None) for limit in limits],

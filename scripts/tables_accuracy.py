@@ -2,7 +2,7 @@
 
 from table_rows import TASKS, row, rows, table
 
-HEADS = {  # of accuracy_summary.csv, as a reader knows them, best first
+HEADS = {  # heads of accuracy_summary.csv and their names for readers, best first
     "routing": "**routing** (`RoutingHead`)",
     "routing, wide": "routing, wide",
     "PMA": "PMA",
@@ -64,7 +64,7 @@ IMAGE_HEADS = {
 
 
 def images_accuracy() -> str:
-    """Test accuracy on CIFAR-10, and by how much the wide routing head is ahead."""
+    """Tabulate test accuracy on CIFAR-10, and the lead of the wide routing head."""
     lines = []
     for head, name in IMAGE_HEADS.items():
         found = row("accuracy_summary", task="cifar10", head=head)

@@ -129,7 +129,7 @@ def shap() -> str:
 
 
 def agreement() -> str:
-    """How explanations of several seeds agree, and with those of random weights."""
+    """Tabulate how explanations of several seeds agree, with each other and with random weights."""
     lines = []
     for found in sorted(rows("faithfulness_checks"), key=lambda r: -float(r["agreement_over_seeds"])):
         cells = [f"{float(found[k]):.2f}" for k in ("agreement_over_seeds", "agreement_with_random_weights")]
@@ -138,7 +138,7 @@ def agreement() -> str:
 
 
 def images_maps() -> str:
-    """Deletion and insertion of patches by every method, and how far contributions are ahead."""
+    """Tabulate deletion and insertion of patches by every method, and the lead of contributions."""
     lines = []
     for method in dict.fromkeys(found["method"] for found in rows("patches")):
         cells = []

@@ -24,7 +24,7 @@ def crossover(quantity: str) -> str:
 
 
 def paper_claims() -> str:
-    """Every claim of section 5 of the paper, beside what was measured here."""
+    """Tabulate every claim of section 5 of the paper, and our measurement of it."""
     million = row("scaling", case="headline", length="fixed", mode="fp32", implementation="fused")
     memory = f"{float(million['forward_mb']) * 2**20 / 1e9:.1f} GB forward in fp32"
     later = "not measured yet"
@@ -70,7 +70,7 @@ def paper_claims() -> str:
 
 
 def billion() -> str:
-    """One step over a billion vectors on several GPUs, by the simulation of benchmarks/sharded_model.py."""
+    """Tabulate a step over a billion vectors on several GPUs, simulated by benchmarks/sharded_model.py."""
     sys.path.append(str(ROOT / "benchmarks"))
     from floor import Case
     from sharded_model import Network, simulate
@@ -105,7 +105,7 @@ def sharded() -> str:
 
 
 def corpus() -> str:
-    """A billion texts on one GPU and on a hundred."""
+    """Tabulate the time of a billion texts on one GPU and on a hundred."""
     rate = row("classifier", what="2048 sentences: predict_proba", device=GPU)
     times = row("credit", what="words, MiniLM, 32 sentences: one margin")
     predict = float(rate["value"])

@@ -134,7 +134,7 @@ def out_of_core(device: str) -> str:
 
 
 def classifier() -> str:
-    """Epochs and predictions of the demo's classifier on 2048 sentences."""
+    """Tabulate epochs and predictions of the demo's classifier on 2048 sentences."""
     names = {
         "epoch of 2048 sentences: from the cache": "an epoch from the cache",
         "epoch of 2048 sentences: with the encoder": "an epoch with the encoder",
@@ -151,7 +151,7 @@ def classifier() -> str:
 
 
 def serve() -> str:
-    """Requests per second of 64 clients, one by one and in batches."""
+    """Tabulate requests per second of 64 clients, one by one and in batches."""
     lines = []
     for texts, name in {"phrases": "six words", "sentences": "sentences of 21 words"}.items():
         single, batched = (row("serve", texts=texts, max_batch=n, max_waiting="256") for n in ("1", "64"))

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.paths import ROOT
 
 MODULES_AT_ROOT = 4
-# Folders of no package: shared helpers, outputs of the public implementation, and what is fuzzed.
+# Folders that mirror no package: helpers, outputs of the public implementation, and fuzzing.
 SHARED = {"helpers", "golden", "fuzz"}
 # Folders of the repository, other than the package, that have tests.
 BESIDE = {"benchmarks", "docs", "examples", "scripts"}

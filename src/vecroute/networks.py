@@ -129,28 +129,31 @@ class GaussianPrediction(nn.Module):
 
 
 class DotProduct(nn.Module):
-    """S_ij = sum_d x_inp_id x_hat_jd."""
+    """Score each pair by a dot product: S_ij = sum_d x_inp_id x_hat_jd."""
 
     def forward(self, x_inp: Tensor, x_hat: Tensor) -> Tensor:
         return x_inp @ x_hat.mT  # [..., i, j]
 
 
 class ScaledDotProduct(nn.Module):
-    """S_ij = sum_d x_inp_id x_hat_jd / sqrt(d_inp)."""
+    """Score each pair by a scaled dot product: S_ij = sum_d x_inp_id x_hat_jd / sqrt(d_inp)."""
 
     def forward(self, x_inp: Tensor, x_hat: Tensor) -> Tensor:
         return x_inp @ x_hat.mT / math.sqrt(x_inp.shape[-1])  # [..., i, j]
 
 
 class NegativeSquaredDistance(nn.Module):
-    """S_ij = -sum_d (x_inp_id - x_hat_jd)^2."""
+    """Score each pair by minus the squared distance: S_ij = -sum_d (x_inp_id - x_hat_jd)^2."""
 
     def forward(self, x_inp: Tensor, x_hat: Tensor) -> Tensor:
         return -(x_inp[..., :, None, :] - x_hat[..., None, :, :]).square().sum(-1)  # [..., i, j]
 
 
 class RBF(nn.Module):
-    """S_ij = exp(-gamma sum_d (x_inp_id - x_hat_jd)^2), with a learned gamma that starts at 1 / d_inp."""
+    """Score each pair by a radial basis function: S_ij = exp(-gamma sum_d (x_inp_id - x_hat_jd)^2).
+
+    gamma is learned, and starts at 1 / d_inp.
+    """
 
     def __init__(self, *, d_inp: int, device=None, dtype=None):
         super().__init__()
@@ -163,7 +166,10 @@ class RBF(nn.Module):
 
 
 class GaussianLogDensity(nn.Module):
-    """S_ij = log N(x_inp_i; x_hat_j, sigma^2), with a learned sigma_d per feature."""
+    """Score each pair by a Gaussian log density: S_ij = log N(x_inp_i; x_hat_j, sigma^2).
+
+    Each feature d has a learned sigma_d.
+    """
 
     def __init__(self, *, d_inp: int, device=None, dtype=None):
         super().__init__()

@@ -160,7 +160,7 @@ def test_the_grid_grows_until_the_best_learning_rate_is_inside():
     while more := accuracy.growing_jobs(found, LABELS):
         grown.append(more[0].recipes[0].lr)
         found.append(done(more[0], [1.0 - 0.01 * len(grown)] * len(more[0].recipes)))
-    assert grown == pytest.approx([1e-4 / 10**0.5, 1e-5])  # better, and then no longer
+    assert grown == pytest.approx([1e-4 / 10**0.5, 1e-5])  # the first is better, the second is not
     always = [done(job, [shares[recipe.lr] for recipe in job.recipes])]
     for _ in range(2):
         (more,) = accuracy.growing_jobs(always, LABELS)
@@ -243,7 +243,7 @@ def test_the_race_resumes_and_tests_once_at_the_end(monkeypatch, tmp_path, data,
     ran = tiny(monkeypatch, tmp_path, data)
     stages = [list(dict.fromkeys(job.stage for job in own)) for _, own in groupby(ran, lambda job: job.label)]
     assert stages == [["search", "full", "final"]] * 5
-    assert not tiny(monkeypatch, tmp_path, data)  # everything is there
+    assert not tiny(monkeypatch, tmp_path, data)  # all results exist
     rows = pandas.read_csv(tmp_path / "accuracy.csv")
     assert len(rows) == 5
     assert rows.test.between(0.4, 1).all()

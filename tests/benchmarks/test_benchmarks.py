@@ -70,7 +70,7 @@ def test_bytes_by_hand():
     # Variable: W_A, B_A 5; F, G, the maps to the betas, W_S and B_S 91 + 30 + 6.
     read = 2 * 40 + 5 + 127 + 15
     assert elements(VARIABLE) == (read, read + 40 + 5 + 127)
-    # A batch has as many parameters as a sample.
+    # A batch has the same parameters as a sample.
     assert elements(Case(10, 3, 4, 5, batch=2))[0] == elements(FIXED)[0] + 2 * 40 + 15
     assert memory(FIXED) == (40 + 261, 2 * (40 + 261))
     assert memory(VARIABLE) == (40 + 132, 2 * (40 + 132))
@@ -212,14 +212,14 @@ def test_a_file_to_compare_with_must_exist(tmp_path):
 def test_runs_take_turns():
     order: list[str] = []
     times = common.time_ms({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, "cpu", 0.0)
-    assert order == ["a", "b"] * 5  # two of warm-up, three that count
+    assert order == ["a", "b"] * 5  # two warm-up rounds, three that count
     assert times.keys() == {"a", "b"}
 
 
 def test_peak_sees_memory_that_is_freed():
     with common.Peak("cpu") as peak:
         torch.ones(16 * common.MB)  # 64 MB
-    assert 60 < peak.mb < 72  # the system counts in batches of pages
+    assert 60 < peak.mb < 72  # the system counts whole batches of pages
 
 
 def test_passes_make_gradients_anew():

@@ -1,4 +1,4 @@
-"""The benchmark of eager calls writes whole rows and counts Python calls. No time is judged."""
+"""The benchmark of eager calls writes whole rows and counts Python calls. No time is tested."""
 
 import sys
 from argparse import Namespace
@@ -68,7 +68,7 @@ def test_rows_against_another_layer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # compilers have much to say
+@pytest.mark.filterwarnings("ignore")  # compilers emit many warnings
 def test_rows_of_heads(tmp_path):
     eager.main(options(tmp_path, "--cases", "heads"))
     rows = read(tmp_path / "eager.csv")
@@ -86,7 +86,7 @@ def test_trace_has_a_row_and_a_line(tmp_path, capsys):
 
 
 class Checks(torch.autograd.Function):
-    """Calls vecroute once in forward and once in backward; that function calls no other."""
+    """A model that calls one function of vecroute in forward and one in backward. These call no others."""
 
     @staticmethod
     def forward(ctx, x_inp):
@@ -107,7 +107,7 @@ class Checking(torch.nn.Module):
 def test_trace_counts_forward_and_backward():
     x_inp = torch.ones(2, requires_grad=True)
     trace = calls.traced(calls.Call(Checking(), x_inp, {}, "fp32", "cpu"))
-    assert (trace.calls, trace.jumps) == (2, 0)  # the caller is no file of vecroute
+    assert (trace.calls, trace.jumps) == (2, 0)  # the caller is not in vecroute
 
 
 def test_masked_and_packed_calls_have_the_same_samples():

@@ -140,7 +140,7 @@ def test_areas_of_a_head_whose_truth_is_known(encoder, viewer):
     pixels[..., 4:8, 20:24:2], pixels[..., 4:8, 21:24:2] = 5.0, -5.0
     target = torch.ones(2, dtype=torch.long)
     said = torch.zeros(2, 64)
-    said[0, 13], said[1, 13] = 1.0, -1.0  # right, and wrong
+    said[0, 13], said[1, 13] = 1.0, -1.0  # right for the first image, wrong for the second
     for step in (1, 8, 60):
         deletion, insertion = patches.areas(seer, pixels, said, target, step)
         first, last = step / 64 / 2, (64 % step or step) / 64 / 2  # of a fall, or a rise, in one step

@@ -1,4 +1,4 @@
-"""The model of a sharded step: its bytes are those that processes send, and its simulation by hand."""
+"""The model of a sharded step predicts the bytes that processes send, and agrees with a count by hand."""
 
 import csv
 import sys
@@ -45,7 +45,7 @@ def test_a_step_by_hand():
     assert found["step_s"] == pytest.approx(30 + found["travelling_s"])
     assert found["waiting_s"] == pytest.approx(0)
     assert simulate(case, 1, network, (10.0, 20.0))["step_s"] == pytest.approx(30)
-    # A fixed length has no message after the backward of the first iteration, but its work.
+    # With a fixed length, the backward of the first iteration has work, but no message after it.
     assert simulate(Case(100, 3, 5, 4), 1, network, (10.0, 20.0))["step_s"] == pytest.approx(30)
 
 

@@ -40,7 +40,7 @@ SOME = ["good", LONG, "a very dull, slow and cold movie", "it feels great!", "no
 
 @pytest.fixture(autouse=True, scope="module")
 def cache_folder(tmp_path_factory):
-    """Hidden states of the tests go to a folder of their own."""
+    """Store the hidden states of the tests in their own folder."""
     before = os.environ.get("VECROUTE_CACHE")
     os.environ["VECROUTE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     yield Path(os.environ["VECROUTE_CACHE"])
@@ -54,7 +54,7 @@ def tiny(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-# Few texts and 16 features: there is little that training could leave out.
+# There are few texts and 16 features, so training must not drop many.
 SMALL = {"lr": 1e-2, "drop_inputs": 0.5, "drop_features": 0.0}
 
 
@@ -66,7 +66,7 @@ def fitted(tiny):
 
 @pytest.fixture
 def quick(tiny):
-    """A classifier that is fitted in no time, and badly."""
+    """Return a classifier that is fitted quickly, and badly."""
     return vr.RoutingClassifier(tiny, max_epochs=1)
 
 
@@ -242,7 +242,7 @@ def test_any_number_of_labels(tiny):
 
 def test_the_same_seed_gives_the_same_weights(quick):
     def weights(before=0, **params):
-        torch.manual_seed(before)  # random numbers of others do not matter
+        torch.manual_seed(before)  # other random numbers do not matter
         head = clone(quick).set_params(**params).fit(TEXTS, LABELS).head_
         return torch.cat([p.detach().flatten() for p in head.parameters()])
 
@@ -260,7 +260,7 @@ def test_the_papers_head_and_options(tiny):
 
 @pytest.mark.parametrize("head", vr.heads.HEADS)
 def test_training_drops_inputs_and_features_only_for_heads_that_choose(tiny, head, monkeypatch):
-    """Means and the first position have nothing to choose; what is asked for is done with any head."""
+    """Heads of means or of one position drop nothing by default. Given options apply to any head."""
     shares, inputs, features = [], loop.drop_inputs, loop.drop_features
     monkeypatch.setattr(loop, "drop_inputs", lambda *given: shares.append(given[2]) or inputs(*given))
     monkeypatch.setattr(loop, "drop_features", lambda *given: shares.append(given[1]) or features(*given))
@@ -306,7 +306,7 @@ def test_the_split_keeps_the_share_of_every_class():
     assert sorted(train + valid) == list(range(100))
     assert sum(k >= 80 for k in valid) == 2
     assert labels.split(found, 0.0, 0, False)[1] == []
-    # Unless a fraction is given, none are kept out where nothing would be decided by them.
+    # Without a given fraction, few texts are all used for training, because validation would decide nothing.
     assert labels.split(found, None, 0, False)[1] == []
     assert labels.split(labels.check_labels(["a", "b", "b"] * 333, 999), None, 0, False)[1] == []
     assert len(labels.split(labels.check_labels(["a", "b"] * 500, 1000), None, 0, False)[1]) == 100
@@ -380,13 +380,13 @@ def test_a_checkpoint_belongs_to_its_texts(quick, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="belongs to a run with other data or settings"):
         quick.fit([*TEXTS[:-1], "another text"], LABELS)
     assert quick.fit(TEXTS, LABELS).predict(["good"]).size == 1
-    assert (tmp_path / "checkpoint").exists()  # until what was trained is safe
+    assert (tmp_path / "checkpoint").exists()  # until the classifier is saved
     quick.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "checkpoint").exists()
 
 
 def test_no_state_of_the_cache_changes_the_weights(tiny, tmp_path):
-    """Empty, full, missing, filled by another fit, or partly damaged: the seed alone decides."""
+    """The cache may be empty, full, missing, filled by another fit, or damaged. Only the seed matters."""
 
     def weights(cache):
         classifier = vr.RoutingClassifier(tiny, max_epochs=1, batch_size=16, cache=cache).fit(TEXTS, LABELS)
@@ -518,7 +518,7 @@ def test_a_document_of_100000_characters(fitted):
 
 
 def resident(key: str) -> float:
-    """Megabytes of this process in memory, now (VmRSS) or at most (VmHWM)."""
+    """Return the resident memory of this process in MB, now (VmRSS) or at its peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
@@ -530,16 +530,16 @@ def test_long_documents_take_bounded_memory(quick):
     quick.fit([*TEXTS, *texts[:2]], [*LABELS, "pos", "neg"])
     peaks = []
     for use in (lambda: quick.predict_proba(texts[:1]), lambda: quick.explain(texts[0])):
-        use()  # whatever is set up once is set up
+        use()  # one-time setup
     for use in (lambda: quick.predict_proba(texts), lambda: quick.explain(texts[0])):
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         use()
         peaks.append(resident("VmHWM") - before)
     assert max(peaks) < 300, peaks
 
 
-# Forks a process that fits for each name it reads, and tells when one begins and when one is done.
+# This program forks a process that fits for each name it reads, and prints when a fit begins and ends.
 FIT = """
 import json, os, sys, time
 import torch
@@ -568,7 +568,7 @@ for name in map(str.strip, sys.stdin):
 
 @pytest.fixture
 def fits(tiny, tmp_path):
-    """Starts to fit in a process of its own, and returns its number when it has begun."""
+    """Return a function that starts a fit in a new process, and returns the process id when it has begun."""
     (tmp_path / "data.json").write_text(json.dumps([TEXTS, LABELS]))
     command = [sys.executable, "-c", FIT, tiny, str(tmp_path / "data.json"), str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -585,7 +585,7 @@ def start(fits, name):
 
 
 def end(fits):
-    """Wait for the end of a process, and return how long it took if it came to it."""
+    """Wait for the end of a process, and return how long the fit took, or None if it did not finish."""
     said = fits.stdout.readline().split()
     if said == ["ended"]:
         return None
@@ -600,12 +600,12 @@ def test_kill_9_at_random_moments_changes_nothing(fits, tmp_path, kills):
     moments, names = random.Random(kills), ["killed 0"]
     for kill in range(kills):
         pid, checkpoint = start(fits, names[-1]), tmp_path / f"{names[-1]}.checkpoint"
-        while kill == 0 and not checkpoint.exists():  # the first leaves something to go on from
+        while kill == 0 and not checkpoint.exists():  # the first run leaves a checkpoint
             time.sleep(0.01)
         time.sleep(moments.uniform(0, 0.7) * seconds)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        if end(fits) is not None:  # it was done before
+        if end(fits) is not None:  # it finished before the kill
             names.append(f"killed {kill + 1}")
     start(fits, names[-1])
     assert end(fits) is not None
@@ -617,7 +617,7 @@ def test_kill_9_at_random_moments_changes_nothing(fits, tmp_path, kills):
 
 
 def test_minilm_learns_from_forty_sentences():
-    """The real encoder: it comes with the demo extra, which the tests install."""
+    """Use the real encoder, which comes with the extra ``demo``. The tests install it."""
     films = ["this film", "the story", "her acting", "the ending", "every scene"]
     praise = ["was wonderful", "moved me to tears of joy", "is a masterpiece", "shines with wit"]
     blame = ["was awful", "bored me to death", "is a disaster", "falls apart"]

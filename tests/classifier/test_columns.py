@@ -8,7 +8,7 @@ import vecroute as vr
 from tests.helpers.texts import LABELS, TEXTS
 from tests.helpers.tiny_models import save_tiny
 
-NAMES = ["pos", "neg"]  # not in the order of the alphabet
+NAMES = ["pos", "neg"]  # not in alphabetical order
 
 
 @pytest.fixture(scope="module")

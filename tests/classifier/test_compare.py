@@ -18,13 +18,13 @@ from vecroute.heads import HEADS
 
 @pytest.fixture(autouse=True, scope="module")
 def cache_folder(tmp_path_factory):
-    """Hidden states of the tests go to a folder of their own."""
+    """Store the hidden states of the tests in their own folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VECROUTE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
-# Few texts and 16 features: nothing that training could leave out.
+# There are few texts and 16 features, so training must not drop any.
 WHOLE = {"drop_inputs": 0.0, "drop_features": 0.0, "weight_decay": 0.0}
 
 
@@ -114,7 +114,7 @@ def test_the_paired_test_knows_gains_from_chance():
     assert paired_test(np.zeros(50)) == 1
     assert paired_test(np.array([0.2] * 40 + [0.0] * 60)) < 0.001
     assert paired_test(np.array([0.2, -0.2] * 20)) > 0.9
-    # Three equal gains have 8 outcomes, and 2 of them are as far from 0.
+    # Three equal gains have 8 outcomes of signs, and 2 of them are equally far from 0.
     assert paired_test(np.array([1.0, 1.0, 1.0])) == pytest.approx(0.25, abs=0.02)
 
 

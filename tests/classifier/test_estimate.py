@@ -1,4 +1,4 @@
-"""How sure and how good a classifier is: the temperature and the estimate that ``fit`` makes."""
+"""The temperature and the estimate of the accuracy that ``fit`` computes."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def fitted(tiny):
 
 @pytest.fixture
 def warm(fitted, monkeypatch):
-    """The classifier with a temperature that shows."""
+    """Return the classifier with a temperature that has a visible effect."""
     monkeypatch.setattr(fitted, "temperature_", T)
     return fitted
 
@@ -83,7 +83,7 @@ def test_probabilities_agree_everywhere(warm, tmp_path):
         explanation = warm.explain(text)
         assert explanation.temperature == T
         assert explanation.probabilities[1] == pytest.approx(expected[k])
-        # Contributions, and the margin that is shown, are of scores that are not divided.
+        # Contributions and the displayed margin belong to scores that are not divided by T.
         shown = explanation.margin("pos", "neg")
         assert shown.scores[0] == pytest.approx(margin[k], abs=1e-5)
         assert shown.probabilities[0] == pytest.approx(expected[k])
@@ -169,7 +169,7 @@ def test_the_interval_of_cross_validation_is_wider_and_reaches_further_up():
         interval(210, 300, method) for method in ("validation", "cross-validation")
     )
     assert (low, high) == pytest.approx((0.646, 0.749), abs=1e-3)
-    assert wider_low == pytest.approx(0.633, abs=1e-3)  # as of 140 of 200
+    assert wider_low == pytest.approx(0.633, abs=1e-3)  # the interval of 140 out of 200
     assert wider_high == pytest.approx(1 - 0.9036 * (1 - 0.7594), abs=1e-3)
     for right in (0, 300):  # at the ends it stays between 0 and 1
         low, high = interval(right, 300, "cross-validation")

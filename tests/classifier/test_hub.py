@@ -1,4 +1,4 @@
-"""Classifiers on the hub, by a stand-in of its client that keeps repositories in a folder."""
+"""Classifiers on the hub, with a replacement for its client that keeps repositories in a folder."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from vecroute.classifier.card import model_card
 
 
 class Hub:
-    """What is used of ``huggingface_hub``, with the signatures of the real one."""
+    """The functions of ``huggingface_hub`` that we use, with the real signatures."""
 
     def __init__(self, folder: Path):
         self.folder, self.private = folder, {}

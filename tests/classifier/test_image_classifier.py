@@ -22,7 +22,7 @@ OPTIONS = {"max_epochs": 15, "batch_size": 8, "drop_inputs": 0.2, "drop_features
 
 
 def photo(label: str, seed: int) -> Image.Image:
-    """Noise, with a red square for "red" and a blue one for "blue", on any side."""
+    """Return noise with a red square for "red" and a blue one for "blue", at a random place."""
     rng = np.random.default_rng(seed)
     pixels = rng.integers(60, 140, (24, 32, 3), dtype=np.uint8)
     x, y = rng.integers(0, 16), rng.integers(0, 8)

@@ -44,7 +44,7 @@ def edit(file: Path, **entries) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
-# What is replaced
+# Folders that are replaced
 
 
 def other_folder(place):
@@ -94,7 +94,7 @@ def test_only_a_folder_of_a_classifier_is_replaced(fitted, saved, make, message)
 
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_second_time(fitted, saved, exchange, monkeypatch):
-    """Also where a system cannot exchange two names in one step."""
+    """This works even if the system cannot exchange two names in one step."""
     if not exchange:
         monkeypatch.setattr(storage, "exchanged", lambda one, other: False)
     with pytest.raises(ValueError, match=r"model exists: choose another folder, or remove it first"):
@@ -137,7 +137,7 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(fitted, saved):
     assert names(saved.parent) == [alive.name, mine.name, "model"]
 
 
-# What is refused
+# Folders that are refused
 
 
 def nan(weights):
@@ -245,7 +245,7 @@ def test_an_encoder_inside_the_folder_moves_with_it(tiny, tmp_path):
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny, bundle / "encoder")
     classifier = vr.RoutingClassifier(str(bundle / "encoder"), max_epochs=1, cache=False).fit(TEXTS, LABELS)
-    classifier.save_pretrained(bundle)  # there is nothing but the encoder
+    classifier.save_pretrained(bundle)  # the folder holds only the encoder
     assert json.loads((bundle / "config.json").read_text())["encoder"]["name"] == "./encoder"
     expected = classifier.predict_proba(["good"])
     bundle.rename(tmp_path / "moved")
@@ -308,7 +308,7 @@ def test_another_encoder_is_refused_naming_the_file(change, tiny, saved, tmp_pat
     edit(other / file, **entries)
     with pytest.raises(ValueError, match=f"is not the one that .* was fitted with: .*{message}"):
         vr.RoutingClassifier.from_pretrained(saved, encoder=other)
-    assert TextEncoder(str(other)).key != TextEncoder(str(tiny)).key  # nor does it find cached hidden states
+    assert TextEncoder(str(other)).key != TextEncoder(str(tiny)).key  # so the cache differs too
 
 
 def test_other_weights_are_refused_naming_the_file(saved, tmp_path):
@@ -334,7 +334,7 @@ def test_what_changes_no_hidden_state_is_no_difference(tiny, saved, tmp_path):
 
 
 def test_the_same_files_are_the_same_encoder_whatever_an_upgrade_makes_of_them(tiny, saved, monkeypatch):
-    """Another version may call weights, and write tokenizers, by other names."""
+    """Another version of a library may rename weights and files of tokenizers."""
     monkeypatch.setattr("vecroute.encoders.text.tokenizer_sha256", lambda tokenizer: "another version")
     monkeypatch.setattr(identity, "weights_sha256", lambda model: "another version")
     monkeypatch.setattr(identity, "resolved", lambda configuration: {**configuration, "new": time.time_ns()})

@@ -27,13 +27,13 @@ from vecroute.training import Trainer, loop
 
 @pytest.fixture(autouse=True, scope="module")
 def cache_folder(tmp_path_factory):
-    """Hidden states of the tests go to a folder of their own."""
+    """Store the hidden states of the tests in their own folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VECROUTE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
-# Forks a process for each command it reads, with files in place of the terminal.
+# This program forks a process for each command it reads, with files in place of the terminal.
 TERMINAL = """
 import json, os, resource, signal, sys
 import torch
@@ -63,7 +63,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def terminal(tiny):
-    """A process of its own, where the hub may be asked for but nobody answers."""
+    """Start a process that runs commands. The hub may be asked there, but does not answer."""
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     command = [sys.executable, "-c", TERMINAL, tiny]
@@ -107,7 +107,7 @@ def data(table, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fitted(tiny, data, tmp_path_factory):
-    """A model folder as ``vecroute fit`` writes it."""
+    """Return a model folder that ``vecroute fit`` wrote."""
     out = tmp_path_factory.mktemp("fitted") / "model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["vecroute", *map(str, fit_arguments(tiny, data, out))])
@@ -127,7 +127,7 @@ def names(folder):
 
 
 def failed(done, message, code=2):
-    """One line that says what is wrong, and nothing on standard output."""
+    """Check that a command fails with one line that says what is wrong, and prints nothing else."""
     assert done.code == code, done
     assert done.out == ""
     assert done.err.startswith("vecroute: "), done.err
@@ -136,7 +136,7 @@ def failed(done, message, code=2):
     return True
 
 
-# What each command does
+# Commands
 
 
 @pytest.mark.parametrize("command", ["fit", "predict", "evaluate", "explain", "demo"])
@@ -297,11 +297,11 @@ def test_a_pipe_that_is_closed_early_is_no_error(started, fitted, data, tmp_path
     assert [json.loads(line)["review"] for line in lines] == TEXTS[:2]
 
 
-# What can be wrong
+# Mistakes
 
 
 def put(name, text):
-    """A table in place of the good one."""
+    """Write a table in place of the good one."""
 
     def change(folder):
         (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -377,7 +377,7 @@ def test_commands_that_are_none(run):
     assert failed(run("fit"), "Missing argument")
 
 
-@pytest.mark.slow  # the library of the hub tries again and again
+@pytest.mark.slow  # the library of the hub retries
 def test_no_network_for_a_name_on_the_hub(started, data, tmp_path):
     done = started(*fit_arguments("someone/some-model", data, tmp_path / "model"))
     assert failed(done, "encoder 'someone/some-model' could not be loaded")
@@ -452,13 +452,13 @@ def test_texts_that_cannot_be_classified(run, fitted, arguments, stdin, message)
 def test_rows_are_counted_from_the_beginning_of_the_file(run, fitted):
     done = run("predict", fitted, "-", "--strict", "--rows", 2, stdin=b"a\nb\nc\nd\n\n")
     assert done.code == 2
-    assert done.out.count("\n") == 4  # what came before is written
+    assert done.out.count("\n") == 4  # earlier rows are written
     assert "line 5 has no text" in done.err
 
 
 @pytest.mark.parametrize("checkpoint_seconds", [0, 1000])
 def test_no_room_on_the_disk(started, tiny, data, tmp_path, checkpoint_seconds):
-    """The system itself refuses to write: files may have 2000 bytes, which no file of weights has."""
+    """The system refuses to write more than 2000 bytes to a file. Every file of weights is larger."""
     arguments = fit_arguments(tiny, data, tmp_path / "model", "--seed", checkpoint_seconds)
     done = started(*arguments, limit=2000, checkpoint_seconds=checkpoint_seconds, cache=tmp_path / "cache")
     assert (done.code, done.out) == (2, "")
@@ -475,7 +475,7 @@ def test_no_room_for_the_output(started, fitted, data):
 
 @pytest.fixture
 def ctrl_c():
-    """SIGINT interrupts, as it does in a terminal; shells start what runs in the background without it."""
+    """Let SIGINT interrupt, as in a terminal. Shells start background processes that ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

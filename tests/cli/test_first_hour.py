@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with an encoder and with tables as people have them: semicolons, holes, a typo, notes."""
+    """Return a folder with an encoder and with messy tables: semicolons, empty cells, a typo, notes."""
     folder = tmp_path_factory.mktemp("home")
     save_tiny(folder / "encoder")
     rows = [f"{k};{text};{label}" for k, (text, label) in enumerate(zip(TEXTS, LABELS, strict=True))]
@@ -57,14 +57,14 @@ FIT += ["--lr", "0.01", "--batch-size", "16"]
 
 
 def refused(done, message):
-    """The last line says what is wrong, after a line about rows that were skipped."""
+    """Check that the last line says what is wrong, after a line about skipped rows."""
     note, error = done.err.splitlines(keepends=True)
     assert note.endswith("skipped\n")
     return failed(done._replace(err=error), message)
 
 
 def on_a_terminal(*arguments, terminal=True):
-    """Run a command in a process of its own: its code, standard output, and what the terminal showed."""
+    """Run a command in a new process, and return its exit code, output, and the text on the terminal."""
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "vecroute", *map(str, arguments)]
     with subprocess.Popen(
@@ -158,7 +158,7 @@ def test_3_and_7_evaluate_refuses_typos_and_writes_a_report(run, home):
     (home / "many.csv").write_text("review;stars\n" + "a good film;pos\na dull film;neg\n" * 50)
     code, _, shown = on_a_terminal("evaluate", "model", "many.csv")
     assert code == 0
-    assert "classifying" in shown  # 64 texts or fewer take no time worth a bar
+    assert "classifying" in shown  # 64 texts or fewer are too quick for a progress bar
     code, out, shown = on_a_terminal("evaluate", "model", "test.csv", "--html", "report.html")
     assert code == 0
     assert "accuracy" in out

@@ -1,4 +1,4 @@
-"""Rows that lack something, labels that are unknown, numbers that cannot be, and what reaches a terminal."""
+"""Incomplete rows, unknown labels, impossible numbers, and the text that reaches a terminal."""
 
 import io
 import json
@@ -254,7 +254,7 @@ def test_recipes_that_cannot_be(given, message):
     ],
 )
 def test_closed_streams(fitted, streams, code, message):
-    """``predict`` of a table that is not there, or of a stream that is closed."""
+    """``predict`` gets a table that does not exist, or a closed stream."""
     arguments = f"{fitted}" if "<&-" in streams else f"{fitted} none.csv"
     line = f"{sys.executable} -m vecroute predict {arguments} {streams}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=os.environ, check=False)
@@ -303,10 +303,10 @@ def test_tables_fit_100_columns_and_name_the_best(capsys, monkeypatch):
     assert max(map(len, lines)) <= 100
     legend = ["comprehensiveness", "completeness_error", "_masked", "seconds"]
     assert [line.split(":")[0] for line in lines[-4:]] == legend
-    assert len(lines) == 1 + len(measures) + len(summary) + len(legend)  # nothing is broken into two lines
+    assert len(lines) == 1 + len(measures) + len(summary) + len(legend)  # no line is wrapped
     best = [line for line in lines if line.rstrip().endswith("best")]
     assert len(best) == 3
-    assert "random" in best[0]  # the last method has most
+    assert "random" in best[0]  # the last method has the highest value
     assert best[1].split()[0] == next(iter(METHODS))
     ways = [line.split()[1] for line in lines if "is better" in line]
     assert ways == ["higher", "lower", "lower"]

@@ -42,7 +42,7 @@ def test_one_layer_by_hand(implementation):
     close(got.values, votes)
     close(got.base, phi.sum(-2)[..., None] * layer.B_F2)
     assert torch.equal(got.output, layer(x_inp))
-    # The paper's votes have the bias in them.
+    # The paper's votes include the bias.
     got = vr.contributions(layer, x_inp, bias="votes")
     close(got.values, votes + torch.einsum("bij,jh->bjhi", phi, layer.B_F2))
     close(got.base, torch.zeros(2, 4, D, **LIKE))
@@ -58,7 +58,7 @@ def test_two_layers_by_hand():
     scale = (x_mid.var(-1, correction=0) + 1e-5).rsqrt()  # [j]
 
     def second_part(x: Tensor) -> Tensor:
-        """What vectors [..., j, h] before normalisation add to the scores [..., k]."""
+        """Return what vectors [..., j, h] before normalisation add to the scores [..., k]."""
         x = (x - x.mean(-1, keepdim=True)) * scale[:, None]  # [..., j, h]
         return torch.einsum("jk,...jh,kh,h->...k", phi_2, x, second.W_F1, second.W_F2[:, 0]) / 4**0.5
 
@@ -150,7 +150,7 @@ def test_the_error_sees_what_is_missing():
 
 
 def test_base_is_not_what_is_left_over(monkeypatch):
-    """Spoil the gradient, and the base stays as it was: it is computed on its own, at x = 0."""
+    """A wrong gradient does not change the base, because the base is computed separately, at x = 0."""
     network, x_inp = head(), randn(7, D)
     got = vr.contributions(network, x_inp, output=1)
     grad = torch.autograd.grad
@@ -177,7 +177,7 @@ def test_outputs_and_margins():
     close(margin.values, whole.values[:, 1] - whole.values[:, 2])
     close(margin.base, whole.base[:, 1] - whole.base[:, 2])
     close(margin.output, whole.output[:, 1] - whole.output[:, 2])
-    # Each sample its own: the predicted class against the next.
+    # Each sample has its own margin: the predicted class over the next.
     first, second = whole.output.topk(2).indices.unbind(-1)  # [b] each
     each = vr.contributions(network, x_inp, output=first, margin=second)
     for b in range(2):
@@ -221,7 +221,7 @@ def test_votes_reach_inputs_through_what_joins_them():
     assert twice.completeness_error.max() <= 1e-12
     both = vr.contributions(vr.Sequential(first, last), torch.cat([x_1, x_1]), bias="votes")
     close(twice.values, both.values[:, :3] + both.values[:, 3:])
-    # Where two inputs make one vector, each has half of its bias.
+    # If two inputs form one vector, each has half of its bias.
     added = vr.Sequential(vr.Sum(vr.PerVector(nn.Identity()), vr.PerVector(nn.Identity())), first, last)
     whole = vr.contributions(vr.Sequential(first, last), 2 * x_1, bias="votes")
     close(vr.contributions(added, x_1, bias="votes").values, whole.values)
@@ -249,7 +249,7 @@ class SigmoidGate(nn.Module):
 
 
 class OwnRMSNorm(nn.Module):
-    """As many write it by hand, with a scale for each feature after an activation."""
+    """RMS normalisation as many people write it by hand, with a scale for each feature."""
 
     def __init__(self):
         super().__init__()
@@ -314,7 +314,7 @@ def test_gates_and_scales_are_held(module):
         vr.PerVector(module), routing(None, 4), vr.PerVector(mlp()), routing(4, 2, d_out=1)
     )
     x_inp = randn(2, 7, D)  # [b, i, d]
-    x_inp[0, 0, 0] = 0  # where an activation divided by its argument has no value
+    x_inp[0, 0, 0] = 0  # an activation divided by its argument is undefined at 0
     torch.manual_seed(1)
     output = network(x_inp)[..., 0]
     torch.manual_seed(1)
@@ -354,7 +354,7 @@ def test_an_activation_is_its_argument_times_a_gate():
     x_inp = randn(5, D)  # [i, d]
     got = vr.contributions(vr.Sequential(vr.PerVector(nn.GELU()), layer), x_inp)
     close(got.values, vr.contributions(layer, nnf.gelu(x_inp)).values)
-    # Where the weights after an activation depend on nothing, they are no gate.
+    # Weights after an activation that do not depend on x are no gate.
     scaled = vr.Sequential(vr.PerVector(lambda x: nnf.gelu(x) * torch.arange(1, D + 1)), layer)
     expected = vr.contributions(layer, nnf.gelu(x_inp) * torch.arange(1, D + 1))
     close(vr.contributions(scaled, x_inp).values, expected.values)
@@ -366,7 +366,7 @@ class Square(nn.Module):
 
 
 class SquareStillUnused(nn.Module):
-    """Zeros at first hide what it will do."""
+    """A module whose weights are 0 at first, which hides that it is not affine."""
 
     def __init__(self):
         super().__init__()

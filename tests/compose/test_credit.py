@@ -211,7 +211,7 @@ def test_unit_variance_of_any_size(dtype, size, grouped):
 @pytest.mark.parametrize("value", [0.1, -3e-4, 1234.5])
 def test_constant_credit_is_left_as_it_is(dtype, value):
     phi = torch.full((2, 40_000, 2), value, dtype=dtype)  # [b, i, j]
-    phi[0, ::2] *= 1 + torch.finfo(dtype).eps  # rounding is no variance
+    phi[0, ::2] *= 1 + torch.finfo(dtype).eps  # rounding does not count as variance
     phi.requires_grad_()
     got = vr.Credit(phi).unit_variance().dense()  # [b, i, j]
     assert torch.equal(got, phi)

@@ -21,7 +21,7 @@ def randn(*shape: int) -> Tensor:
 
 
 def adds_up(module, x_inp: Tensor, **options) -> vr.Contributions:
-    """Return the contributions, once they are seen to add up to what the module computes."""
+    """Check that the contributions sum to the output of the module, and return them."""
     got = vr.contributions(module, x_inp, **options)
     assert got.completeness_error.max() <= 1e-12
     close = {"rtol": 1e-12, "atol": 1e-12}
@@ -47,7 +47,7 @@ def test_every_head(name):
 
 
 class Pooled(nn.Module):
-    """What a user may write: a Transformer, a mean, a classifier."""
+    """A module that a user may write: a Transformer, a mean, a classifier."""
 
     def __init__(self, **options):
         super().__init__()
@@ -80,7 +80,7 @@ class OwnAttention(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """Bits that models have: convolution, clamp, maximum, largest, log_softmax, a detached gate."""
+    """Operations that models have: convolution, clamp, maximum, largest, log_softmax, a detached gate."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def test_modules_that_mix_vectors(module):
 
 
 def test_attention_holds_its_weights():
-    """By hand: contributions are those of the values, with the weights as they are."""
+    """Contributions equal the contributions of the values with fixed weights, computed by hand."""
     q, k, v = (nn.Linear(D, D, **LIKE) for _ in range(3))
     x_inp = randn(5, D)  # [i, d]
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -169,7 +169,7 @@ def test_what_hides_is_found_by_its_sum(module):
 
 @pytest.mark.parametrize("name", ["multi_head_attention_forward", "layer_norm", "gelu"])
 def test_a_broken_rule_shows_in_the_error(name, monkeypatch):
-    """The base is computed on its own, so that a gradient which holds nothing does not add up."""
+    """The base is computed separately, so the sum is wrong if the gradient holds nothing fixed."""
     module, x_inp = Pooled(activation="gelu").eval(), randn(2, 5, D)
     monkeypatch.setitem(rules.RULES, name, lambda func, *args, **kwargs: (func(*args, **kwargs), func))
     monkeypatch.setattr("vecroute.compose.contribution.check_complete", lambda *_: None)

@@ -41,7 +41,7 @@ def test_without_ray(classifier, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of Ray about its own code
+@pytest.mark.filterwarnings("ignore")  # Ray warns about its own code
 def test_a_dataset_on_two_workers(classifier):
     import ray
 

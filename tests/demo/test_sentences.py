@@ -29,13 +29,13 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, tmp_path, monkeypa
     monkeypatch.setattr(Trainer, "train_step", None)  # training again would fail
     assert run("demo", "--out", tmp_path / "demo").out == first.out
     examples = json.loads((tmp_path / "demo/model/config.json").read_text())["examples"]
-    assert set(examples) <= set(some["text"])  # what the page of `serve` opens with
+    assert set(examples) <= set(some["text"])  # the examples on the page of `serve`
     assert len(examples) == 3
     steps = [
         shlex.split(line) for line in first.out.partition("Try next:")[2].splitlines() if line[:2] == "  "
     ]
     assert [step[1] for step in steps] == ["explain", "evaluate", "serve"]
-    for step in steps[:2]:  # as printed; serve goes on until it is stopped
+    for step in steps[:2]:  # as printed, but not `serve`, which runs until it is stopped
         done = run(*step[1:])
         assert done.code == 0, done.err
         assert "</html>" in (tmp_path / "demo" / step[-1]).read_text()
@@ -48,7 +48,7 @@ def test_the_page_of_the_demo_opens_as_printed(run, tmp_path, monkeypatch):
     some = sentences.sentence_polarity().iloc[::60]
     monkeypatch.setattr(sentences, "sentence_polarity", lambda: some)
     command = run("demo", "--out", tmp_path / "demo").out.splitlines()[-1]
-    # On a port that is free, since 8000 may not be.
+    # Use a free port, because 8000 may be in use.
     with subprocess.Popen(
         [*shlex.split(command), "--port", "0"], stdout=subprocess.PIPE, text=True
     ) as server:

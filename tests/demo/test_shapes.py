@@ -1,4 +1,4 @@
-"""The demo on images: drawings that are the same each time, a small run, the second run from the first."""
+"""The demo on images: the same drawings each time, a small run, and a second run that reuses the first."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_drawings_are_the_same_each_time_and_know_their_shape():
 
 
 class Weak(LogisticRegression):
-    """Gives one label always, unless it is strong."""
+    """A classifier that always returns one label, unless C is 1 or more."""
 
     def predict(self, X):
         return super().predict(X) if self.C >= 1 else np.full(len(X), "bright")
@@ -55,7 +55,7 @@ def test_logistic_regression_is_given_the_strength_that_suits_it(tmp_path, monke
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """A tiny encoder, and little to do."""
+    """Use a tiny encoder and little data."""
     monkeypatch.setenv("VECROUTE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(shapes, "ENCODER", save_tiny_vision(tmp_path / "vit"))
     for name, value in {"N_TRAIN": 20, "N_TEST": 10, "N_POINTED": 5, "EPOCHS": 1}.items():
@@ -91,7 +91,7 @@ def test_the_demo_runs_and_the_second_run_uses_the_first(run, small, tmp_path, m
 
 def test_pointing_tells_a_map_on_the_shape_from_one_beside_it(monkeypatch):
     class Known:
-        """Everything speaks from patches with the shape, or from those without it."""
+        """Explanations in which only patches with the shape count, or only the others."""
 
         def __init__(self, on_shape):
             self.on_shape = on_shape

@@ -39,7 +39,7 @@ def outcome(network: nn.Module, x_out: Tensor) -> dict[str, Tensor]:
     """Return x_out and the gradients of its network, on the CPU."""
     network.zero_grad()
     x_out.backward(upstream(x_out))
-    grads = {  # 0 where there is none, as of what only a second iteration uses
+    grads = {  # 0 if there is none, for parameters that only a second iteration uses
         f"grad {name}": torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in network.named_parameters()
     }

@@ -1,4 +1,4 @@
-"""Reading vectors: ahead, past the system's cache, from files that are damaged or change."""
+"""Reading vectors: ahead of time, without the system's cache, from files that are damaged or change."""
 
 import fcntl
 import io
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def test_reading_goes_on_while_a_chunk_is_used():
-    """The second chunk is asked for before the first is done with; without a thread this would not end."""
+    """The second chunk is read while the first is in use. Without a thread, this test would never end."""
     asked = threading.Event()
 
     def chunks():
@@ -77,12 +77,12 @@ def test_a_reader_that_fails_ends(source, tmp_path):
     assert threading.active_count() == before
 
 
-# Past the system's cache
+# Without the system's cache
 
 
 @pytest.fixture
 def flags(monkeypatch) -> list[int]:
-    """With which flags files are opened."""
+    """A list of the flags with which files are opened."""
     seen, os_open = [], os.open
 
     def counting(path, flags, *more, **options):
@@ -134,7 +134,7 @@ def is_direct(file: io.FileIO) -> bool:
 
 
 class RefusesDirectReads(io.FileIO):
-    """As of file systems that notice only when something is read."""
+    """A file of a file system that refuses direct reads only when something is read."""
 
     def readinto(self, memory):
         if is_direct(self):
@@ -143,7 +143,7 @@ class RefusesDirectReads(io.FileIO):
 
 
 class ReadsLess(io.FileIO):
-    """As a read that was interrupted; direct ones begin at blocks."""
+    """A file whose reads are interrupted. Direct reads must begin at a block."""
 
     def readinto(self, memory):
         assert not is_direct(self) or self.tell() % files.BLOCK == 0
@@ -156,7 +156,7 @@ class Fails(io.FileIO):
 
 
 def opens_as(monkeypatch, kind: type[io.FileIO]) -> None:
-    """Files that are read are of this kind."""
+    """Open all files as this class."""
     monkeypatch.setattr(
         files, "open", lambda path, mode, buffering, opener: kind(path, mode, opener=opener), raising=False
     )
@@ -172,7 +172,7 @@ def test_a_disk_that_fails(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [io.FileIO, ReadsLess, RefusesDirectReads])
 @pytest.mark.parametrize("direct", [False, True])
 def test_bytes_of_any_size_and_place(direct, kind, tmp_path, monkeypatch):
-    """Up to the end of the file, and no further."""
+    """Reads may reach the end of the file, but not go beyond it."""
     opens_as(monkeypatch, kind)
     data = np.random.default_rng(0).integers(0, 256, 70_000, np.uint8)
     path = tmp_path / "x.raw"
@@ -212,7 +212,7 @@ def with_other_head(path: Path, before: bytes, after: bytes) -> Path:
 
 
 def mixed(folder: Path, other: Tensor) -> list[Path]:
-    """Return two shards, the second of them other."""
+    """Return two shards, the second with another shape or dtype."""
     save_file({"x": vectors()}, folder / "a.safetensors")
     save_file({"x": other}, folder / "b.safetensors")
     return [folder / "a.safetensors", folder / "b.safetensors"]
@@ -302,7 +302,7 @@ def test_a_file_that_shrinks(when, tmp_path):
 
 
 def overwrite_keeping_the_time(path):
-    """Other numbers in the same place, and the time of change set back, as some tools do."""
+    """Overwrite numbers and restore the modification time, as some tools do."""
     status = path.stat()
     with open(path, "r+b") as file:
         file.seek(status.st_size // 2)
@@ -322,7 +322,7 @@ def test_a_file_that_is_overwritten_with_its_time_restored(kind, when, tmp_path)
         save_file({"x": x}, path)
     else:
         path.write_bytes(x.numpy().tobytes())
-    time.sleep(0.02)  # more than a step of the system's clock
+    time.sleep(0.02)  # longer than a step of the system's clock
     options = {"d_inp": D_INP, "dtype": x.dtype} if kind == "raw" else {}
     source = open_vectors(np.load(path, mmap_mode="r") if kind == "memmap" else path, **options)
     chunks = source.chunks(100)
@@ -358,7 +358,7 @@ def test_a_parquet_file_that_is_overwritten_while_it_is_read(tmp_path, monkeypat
 
 
 def test_a_file_that_shrinks_within_a_read(tmp_path, monkeypatch):
-    """After the file was looked at; the reads before it came to an end."""
+    """The file shrinks after it was checked, and after some reads have finished."""
     path = as_npy(tmp_path, vectors())
     source, before = open_vectors(path), files.stamp(path)
     monkeypatch.setattr(files, "stamp", lambda _: before)

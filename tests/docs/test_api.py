@@ -12,7 +12,7 @@ from tests.helpers.guides import blocks
 from tests.helpers.paths import ROOT
 
 PAGES = {page: page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md"))}
-# Public modules, and those of their names that people call; None for every class and function of the module.
+# Public modules, and the names in them that people call; None for every class and function of the module.
 MODULES = {
     "vecroute.networks": None,
     "vecroute.layers.stability": ["probe", "jacobian_penalty"],
@@ -24,7 +24,7 @@ MODULES = {
     "vecroute.explain": ["Explanation", "Part"],
     "vecroute.explain.faithfulness": ["measure", "summarize"],
 }
-# Names that neither take nor give a tensor.
+# Names that neither take nor return a tensor.
 WITHOUT_SHAPES = {"Converge", "make_head", "own_rows", "sentence_polarity", "Part", *vecroute.corpora.__all__}
 SHAPE = re.compile(r"\[(\.\.\., )?[a-z]\w*(, \w+)*\]|\[\.\.\.")
 

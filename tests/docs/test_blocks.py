@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "scripts"))
 from site_hooks import line_of
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-# Pages whose code another test runs, as that test needs more than the page.
+# Pages whose code another test runs, because it needs more than the page.
 ELSEWHERE = {
     "README.md": "tests/docs/test_readme.py",
     "docs/classifier.md": "tests/classifier/test_classifier.py",
@@ -73,7 +73,7 @@ def test_the_test_above_can_fail_too():
 
 
 def test_examples_in_docstrings_run():
-    """None has an example as yet: those of public names are on the pages of docs/api."""
+    """No docstring has an example yet. The examples of public names are on the pages of docs/api."""
     for path in sorted((ROOT / "src" / "vecroute").rglob("*.py")):
         text = path.read_text()
         if ">>> " in text:
@@ -105,7 +105,7 @@ def options_of(subcommand: str) -> set[str]:
 
 
 def mistakes(words: list[str]) -> list[str]:
-    """What a command names that is not there: a subcommand, an option, a file of ours, a target of make."""
+    """Return the names in a command that do not exist: a subcommand, an option, a file, a target of make."""
     found = []
     for previous, word in zip(["", *words], words, strict=False):
         if previous == "make" and not re.search(rf"^{word}:", (ROOT / "Makefile").read_text(), re.MULTILINE):

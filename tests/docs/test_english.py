@@ -39,13 +39,26 @@ PHRASES = (
     "has come to its end",
     "what is left has one together",
     "as many wait as may",
+    "equally many",
+    "however short",
+    "gpus alone",
+    "have much to say",
+    "arguments are those of",
+    "than float16 can say",
+    "operands are times",
+    "where there is one;",
+    "on its own, at x",
+    "what came of the",
+    "fitted in no time",
 )
 # Write the noun instead of these words.
 WORDS = ("that of", "of which", "whoever", "what is kept")
 PATTERNS = {
     "a sentence that begins with 'Of'": re.compile(r"(?<![\w'])Of\s+(?=[a-z0-9`])"),
     # Name the argument, or say "this many".
-    "'so many' of a number": re.compile(r"\b(?:at most|of|for|after|with|in|on|to)\s+so\s+many\b"),
+    "'so many' of a number": re.compile(r"\b(?:at most|of|for|after|with|in|on|to|if)\s+so\s+many\b"),
+    # Write "Do the same as ``x``".
+    "'As ``x``' without a verb": re.compile(r"\AAs ``[\w.]+``\.\Z"),
     **{
         f"'{phrase}'": re.compile(rf"\b{phrase}\b".replace(" ", r"\s+"), re.IGNORECASE)
         for phrase in (*WORDS, *PHRASES)
@@ -62,15 +75,18 @@ def files() -> list[Path]:
 
 
 def of_python(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each block of comments and of each string with several words."""
+    """Yield the line and the text of each block of comments, docstring and string with several words."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
     for line in comments:
         if line - 1 not in comments:
             end = next(k for k in range(line, line + len(comments) + 1) if k not in comments)
             yield line, "\n".join(comments[k] for k in range(line, end))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 2:
+    tree = ast.parse(text)
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text_like = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if text_like and (node in docstrings or node.value.count(" ") > 2):
             yield node.lineno, node.value
 
 
@@ -116,6 +132,8 @@ def test_the_prose_is_plain():
         ("a.py", "x = 1\n# Scores.\n# Of a row,\n# the sum.\n", "a.py:3: a sentence that begins with 'Of'"),
         ("a.py", 'print("stop whoever is late")\n', "a.py:1: 'whoever'"),
         ("a.py", "# texts of at most so\n# many words\nx = 1\n", "a.py:1: 'so many' of a number"),
+        ("a.py", 'def f():\n    """As ``g``."""\n', "a.py:2: 'As ``x``' without a verb"),
+        ("a.py", 'def f():\n    """Of it."""\n', "a.py:2: a sentence that begins with 'Of'"),
         ("a.cu", "int i;\n// written once: pairs\n// wait for it\n", "a.cu:2: 'pairs wait for it'"),
         ("a.md", "Text.\n\n```\nthat of\n```\nWhat is kept, is.\n", "a.md:6: 'what is kept'"),
     ],

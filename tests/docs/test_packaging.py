@@ -60,7 +60,7 @@ def test_the_public_names():
     assert set(vr.__all__) == PUBLIC_NAMES
     assert list(vr.__all__) == sorted(vr.__all__)
     assert all(hasattr(vr, name) for name in PUBLIC_NAMES)
-    # `dir` shows the submodules too, which are no names of ours to give.
+    # `dir` also shows the submodules, which are not public names.
     shown = {name for name in dir(vr) if not name.startswith("_") and f"vecroute.{name}" not in sys.modules}
     assert shown <= PUBLIC_NAMES
 
@@ -72,14 +72,14 @@ def test_the_constructors(layer):
     shown = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
     promised = CONSTRUCTORS[layer].split()
     assert shown[: len(promised)] == promised
-    # What comes after is an option that can be left out.
+    # All further parameters have a default.
     assert all("=" in parameter for parameter in shown[len(promised) :])
     assert shown[-2:] == ["device=None", "dtype=None"]
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory) -> Path:
-    """The folder of a fresh sdist and of the wheel that was built from it, with what is installed here."""
+    """Build an sdist, and from it a wheel, with the installed packages, and return their folder."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
@@ -118,7 +118,7 @@ def test_the_metadata_of_the_wheel(wheel):
     assert found["License-Expression"] == "MIT"
     needed = [line for line in found.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert needed == ["torch>=2.11"]
-    # Upper limits keep people from what they need; the tested versions are in constraints.txt.
+    # Upper limits would exclude versions that people need. The tested versions are in constraints.txt.
     assert not any(re.search(r"<|==\d|~=", line) for line in found.get_all("Requires-Dist", []))
 
 
@@ -139,7 +139,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel, tmp_path):
     python = tmp_path / "env/bin/python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     subprocess.run([*install, "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
-    # Only the folder with torch: that this project is installed there as well does not make it importable.
+    # Use only the folder with torch. An editable install of this project in it is not importable.
     (site_packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
     (site_packages / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
     example, printed = (block.code for block in blocks((ROOT / "README.md").read_text())[1:3])

@@ -16,7 +16,7 @@ def test_it_is_short():
 
 
 def test_its_examples_print_what_it_says(tmp_path, monkeypatch, capsys):
-    """From top to bottom, as somebody would type it; a block of text is what the Python before it prints."""
+    """Run the README from top to bottom. A block of text must be the output of the Python before it."""
     monkeypatch.setenv("VECROUTE_CACHE", str(tmp_path))
     names: dict = {}
     shown = 0

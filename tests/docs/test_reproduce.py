@@ -25,7 +25,7 @@ class ParsedError(Exception):
 
 @pytest.fixture
 def parse_only(monkeypatch):
-    """Scripts stop after they have parsed their command line; the state of the tree does not matter."""
+    """Stop scripts after they have parsed their command line, whatever the state of the tree is."""
     parse = argparse.ArgumentParser.parse_args
 
     def parsed(self, arguments=None, namespace=None):

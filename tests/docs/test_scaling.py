@@ -91,7 +91,7 @@ def test_the_sharded_example_goes_on_with_another_number_of_processes(ranks, tmp
     for n, steps in ((2, 4), (3, 8)):
         losses = ranks(n, train_example, n, str(folder), steps)
         assert [path.name for path in folder.iterdir()] == [str(steps)]
-        (folder / "5").mkdir(exist_ok=True)  # as if killed while it saved
+        (folder / "5").mkdir(exist_ok=True)  # as if the process was killed while saving
         (folder / "5" / "__0_0.distcp").write_bytes(b"half of")
     assert len(set(losses)) == 1
     (alone,) = ranks(1, train_example, 1, str(tmp_path / "one"), 8)

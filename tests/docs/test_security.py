@@ -1,4 +1,4 @@
-"""The page of attacks: each row has a door of its own and a test that is there."""
+"""The page of attacks: each row has its own entry point and a test that exists."""
 
 import ast
 import functools

@@ -21,7 +21,7 @@ from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
-# What a reader looks for, and the places of the site that answer.
+# Search words of a reader, and the pages that answer them.
 QUESTIONS = {
     "where R is computed": ["questions.html#where-is-r-computed", "paper.html#where-r-is-computed"],
     "how to explain an existing model": [
@@ -41,7 +41,7 @@ QUESTIONS = {
 
 
 class Page(HTMLParser):
-    """The links of a page, the anchors in it, and what it loads by itself."""
+    """The links of a page, its anchors, and the files that it loads."""
 
     def __init__(self, text: str):
         super().__init__()

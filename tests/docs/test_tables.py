@@ -1,4 +1,4 @@
-"""The tables of the documents are what scripts/tables.py makes of the rows of benchmarks."""
+"""The tables of the documents equal the output of scripts/tables.py for the rows of benchmarks."""
 
 import re
 import sys

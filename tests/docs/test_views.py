@@ -57,7 +57,7 @@ def test_attention(batch, n_inp, n_out, d, scale, seed):
 def test_masked_attention(batch, n_inp, n_out, d, seed):
     query, key, value = draw(seed, (*batch, n_out, d), (*batch, n_inp, d), (*batch, n_inp, d))
     mask = draw(seed + 1, (n_out, n_inp))[0] > 0  # [j, i]
-    mask[:, 0] = True  # of a query that may look nowhere, SDPA gives what its backend likes
+    mask[:, 0] = True  # for a query that may attend to nothing, the result of SDPA depends on its backend
     expected = nnf.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     assert_same(special_cases.attention(query, key, value, mask), expected)
 

@@ -42,7 +42,7 @@ def segments(folder):
 
 
 def assert_right(features, atol=2e-3):
-    """Every batch holds what the encoder gives, up to half precision, and zeros at masked positions."""
+    """Check that batches hold the encoder's hidden states, up to half precision, and zeros if masked."""
     hidden, mask = features.batch(range(len(features)))
     for k, truth in enumerate(features.encoder.encode(features.texts)):
         assert mask[k].tolist() == [True] * len(truth) + [False] * (mask.shape[1] - len(truth))
@@ -51,7 +51,7 @@ def assert_right(features, atol=2e-3):
 
 
 def refusing(encoder):
-    """The encoder, but it computes nothing."""
+    """Return the encoder, but it raises if it must compute."""
 
     def tokenize(texts):
         assert not texts, "the encoder was asked for what the cache has"
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_computed_on_the_fly(encoder, tmp_path, caplog):
     assert 0 < left < len(TEXTS)
     assert f"hidden states of 20 texts take 0.00 GB in {tmp_path}" in caplog.text
     assert f"hidden states of {left} texts are computed anew each time" in caplog.text
-    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) < 5_000 + 3_000  # and a header
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) < 5_000 + 3_000  # 3,000 for the header
     assert_right(features)
 
 
@@ -154,7 +154,7 @@ def test_a_nearly_full_disk_counts_as_full(encoder, tmp_path, monkeypatch):
 def test_a_disk_that_fills_up_is_no_error(encoder, tmp_path, monkeypatch, caplog):
     def no_space(tensors, path, metadata):
         Path(path).write_bytes(b"half")
-        assert not segments(tmp_path)  # nobody takes half a file for a segment
+        assert not segments(tmp_path)  # half a file is not taken for a segment
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cache, "save_file", no_space)
@@ -204,7 +204,7 @@ def test_each_process_computes_its_share(encoder, tmp_path):
     done = []
     features = Features(encoder, TEXTS, opened(encoder, tmp_path))
     features.prepare(share=(1, 2), step=done.append)
-    assert done == [20]  # the other process has done as much
+    assert done == [20]  # the other process is assumed to have done the same number
     assert [features.cache.n_pos(text) is not None for text in TEXTS] == [False, True] * 10
     features.prepare(share=(0, 1))
     assert_right(features)
@@ -219,7 +219,7 @@ def test_progress_counts_what_is_there(encoder, tmp_path, monkeypatch):
 
 
 def rounded(features):
-    """The hidden states of each text, as training gets them, a few at a time."""
+    """Return the hidden states of each text, as training gets them, a few at a time."""
     found = {}
     for start in range(0, len(features), 3):
         which = list(range(start, min(start + 3, len(features))))
@@ -229,7 +229,7 @@ def rounded(features):
 
 
 def test_hidden_states_are_the_same_bits_with_any_cache(encoder, tmp_path):
-    """None, full, filled in another order, partly there, partly damaged: and one dtype for all."""
+    """The cache may be missing, full, filled in another order, incomplete or damaged. One dtype holds."""
     without = Features(encoder, TEXTS)
     assert without.batch(range(20))[0].dtype == torch.float16
     expected = rounded(without)
@@ -250,7 +250,7 @@ def test_hidden_states_are_the_same_bits_with_any_cache(encoder, tmp_path):
 
 @pytest.mark.parametrize("change", ["encoder", "swapped", "shape", "dtype", "header", "no header"])
 def test_entries_that_do_not_fit_are_made_anew(encoder, tmp_path, change):
-    """A segment that is whole, but not what this encoder gives for these texts."""
+    """A complete segment may not fit the hidden states of this encoder for these texts."""
     filled(encoder, tmp_path)
     (path,) = segments(tmp_path)
     tensors, head = load_file(path), safe_open(path, "pt").metadata()

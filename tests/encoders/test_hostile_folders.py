@@ -1,4 +1,4 @@
-"""Folders of encoders that mean harm, or are damaged: nothing of them runs, and one line says why."""
+"""Hostile or damaged folders of encoders: no code in them runs, and one line says why."""
 
 import io
 import json
@@ -73,7 +73,7 @@ def edit(file: Path, **entries) -> None:
 
 
 def with_code(folder: Path, marker: Path, kind: str) -> str:
-    """Return an encoder whose files name code that they bring, in every place where files can."""
+    """Return an encoder with its own code, named in every file that can name code."""
     (save_tiny if kind == "Bert" else save_tiny_vision)(folder)
     (folder / "evil.py").write_text(CODE.format(marker=str(marker), kind=kind))
     code = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoImageProcessor": "evil.Processor"}
@@ -98,7 +98,7 @@ DOORS = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_no_command_runs_code_of_a_folder(door, run, model, data, tmp_path, marker):
-    """Standard input is data, and "y" is data too."""
+    """Standard input is data, even "y". It never answers a question about trust."""
     evil = with_code(tmp_path / "evil", marker, "Bert")
     done = run(*DOORS[door](evil, model, data, tmp_path / "out"), stdin=b"y\n" * 20)
     assert not marker.exists()
@@ -122,7 +122,7 @@ def test_no_call_runs_code_of_a_folder(call, model, tmp_path, marker, monkeypatc
     with pytest.raises(ValueError, match="brings code of its own"):
         CALLS[call](evil, model)
     assert not marker.exists()
-    assert stdin.tell() == 0  # nobody has asked
+    assert stdin.tell() == 0  # no question was asked
 
 
 def test_code_beside_an_encoder_that_does_not_need_it_stays_unused(tmp_path, marker, monkeypatch):
@@ -174,7 +174,7 @@ def test_pickled_weights_are_not_read(way, tiny, tmp_path, marker):
 
 
 def test_pickled_weights_can_be_given_as_a_model(tiny):
-    """Loading it oneself is the way to say that one trusts it."""
+    """A user who trusts a pickle can load it and pass the model."""
     model = transformers.AutoModel.from_pretrained(tiny)
     assert TextEncoder(model).encode(["good"])[0].shape == (3, 3, 16)
 

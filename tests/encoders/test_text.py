@@ -84,7 +84,7 @@ def test_chunks_are_joined_at_every_depth(bert):
     assert [len(chunk) for chunk in text.chunks[:-1]] == [40] * (len(text.chunks) - 1)
     by_hand = torch.cat([hidden_states_by_hand(bert, chunk) for chunk in text.chunks])
     torch.testing.assert_close(hidden, by_hand, rtol=1e-5, atol=1e-5)
-    # Each chunk has special tokens of its own, routed and known as such.
+    # Each chunk has its own special tokens, which are routed and marked as special.
     assert sum(text.tokens().special) == 2 * len(text.chunks)
 
 
@@ -261,7 +261,7 @@ def test_weights_sha256_covers_names_shapes_and_bytes():
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_batches_have_little_padding(in_order):
-    """A 64th of the positions that a batch may have; rows in order come in order."""
+    """At most a 64th of the positions of a batch is padding. With in_order, rows stay in order."""
     lengths = [8] * 20 + [15, 9, 8]
     groups = list(length_batches(lengths, 4096, in_order=in_order))
     assert sorted(row for group in groups for row in group) == list(range(23))

@@ -1,4 +1,4 @@
-"""Frozen vision encoders: every hidden state of every patch, where patches are, no effect of a batch."""
+"""Frozen vision encoders: all hidden states of all patches, places of patches, no effect of the batch."""
 
 import json
 from pathlib import Path
@@ -159,7 +159,7 @@ def test_a_loaded_model_and_processor_give_the_same(vit):
     encoder = VisionEncoder(model, processor=processor)
     assert not model.training
     torch.testing.assert_close(encoder.encode(PHOTOS)[0], VisionEncoder(vit).encode(PHOTOS)[0])
-    model.config.patch_size = 8  # which is not what a position sees
+    model.config.patch_size = 8  # a position sees patches of another size
     with pytest.raises(ValueError, match="must give a hidden state for each patch"):
         VisionEncoder(model, processor=processor)
 

@@ -19,7 +19,7 @@ TEXT = "A gorgeous, witty movie. Mr. Smith doesn't convince (3.5 of 10)! Unconvi
 
 
 def check_sums(explanation, original):
-    """The explanation still adds up, and has the scores and the credit of the one that it was made of."""
+    """Check that the explanation adds up, and has the scores and the credit of the original."""
     scale = abs(explanation.values).sum((0, 1)) + abs(explanation.base_values) + abs(explanation.scores) + 1
     total = explanation.values.sum((0, 1), dtype=np.float64) + explanation.base_values  # [n_cls]
     assert (abs(total - original.scores) <= 1e-6 * scale).all()
@@ -433,7 +433,7 @@ class TestSegments:
         "pattern", [".", "\n", ". ", '."', " \n", "?!… ", "。", "'", "\u0301", "a", "1.", "\u200d"]
     )
     def test_long_runs(self, pattern):
-        # Were anything tried twice, this would take minutes.
+        # This would take minutes if the search tried anything twice.
         text = pattern * 50_000
         for split in (words, sentences):
             spans = split(text)
@@ -448,7 +448,7 @@ class TestSegments:
             ((3, 3), 1),  # no characters
             ((6, 7), 2),  # a space: the next part
             ((10, 12), 2),  # after the end: the last part
-            ((4, 12), 1),  # as many in the last
+            ((4, 12), 1),  # the same number in the last part
         ],
     )
     def test_the_part_of_a_token(self, token, part):

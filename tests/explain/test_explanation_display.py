@@ -1,4 +1,4 @@
-"""What people see of an explanation: numbers that add up, text as text, pages that need nothing else."""
+"""The display of an explanation: numbers that add up, text that stays text, self-contained pages."""
 
 import io
 import re
@@ -138,7 +138,7 @@ class TestText:
 
 
 def five_rows():
-    """What an explanation of five tokens needs beside its offsets."""
+    """The arguments of an explanation of five tokens, except its offsets."""
     arrays = {
         "values": np.ones((5, 2, 2)),
         "phi": np.ones((5, 2, 2)),
@@ -306,7 +306,7 @@ class TestHtml:
             (account,) = section.all("table", **{"class": "account"})
             base = numbers_of(account)[-2]
             assert sum(numbers_of(everything)) + base == Decimal(title.text.rpartition(": ")[2])
-        # Words that are given as such cannot be put together; the account still has all.
+        # An explanation of words cannot be grouped by sentences, so the account lists all words.
         assert len(page(explanation.aggregate("word").sum_depth()).encode()) < 3_000_000
 
     def test_the_header(self):
@@ -342,7 +342,7 @@ class TestHtml:
             predicted(several._replace(scores=[-1, -2], probabilities=None))
             == "Predicted: none of these labels"
         )
-        # Labels that do not exclude one another are not subtracted.
+        # With multi_label, there is no margin between labels.
         titles = [h2.text.partition("?")[0] for h2 in Parser(page(several)).root.all("h2")]
         assert titles == ["Why good", "Why bad"]
 
@@ -356,7 +356,7 @@ class TestHtml:
         titles = [h2.text.partition(" Score")[0] for h2 in Parser(page(margin)).root.all("h2")]
         assert titles == ["Why good rather than bad?"]
         assert asked(margin.aggregate("word"), decided(margin)).scores == margin.scores
-        # What a file says of it is not trusted.
+        # The value in a file is not trusted.
         for about in ({"margin": "ab"}, {"margin": ["a"]}, {"margin": ["good", "bad"]}):
             assert decided(explanation._replace(about=about)) == Question("good", "bad")
 

@@ -107,7 +107,7 @@ def test_a_baseline_that_the_tokenizer_lacks_is_refused(tmp_path):
 
 
 def test_words_are_the_contributions_of_explanations(encoder):
-    """The methods read token ids in batches, ``explain_words`` reads texts: both say the same."""
+    """Methods on batches of token ids and ``explain_words`` on texts give the same contributions."""
     reader = Reader(encoder, head_of(encoder))
     layout = reader.layout(reader.tokens(SOME))
     target, other = reader.scores(layout).topk(2).indices.unbind(-1)
@@ -128,7 +128,7 @@ def test_margins_of_both_ways_are_opposite(reader):
 
 
 class Counting(torch.nn.Module):
-    """A head whose scores are known: 4 for each token that is marked, at its embedding, less 2."""
+    """A head with known scores: 4 for each token with the marked embedding, minus 2."""
 
     def __init__(self, marked):
         super().__init__()
@@ -142,7 +142,7 @@ class Counting(torch.nn.Module):
 
 
 def knowing(encoder, sign):
-    """A head that counts the word "good", wherever it stands, and a method that knows (or the reverse)."""
+    """Return a head that counts the word "good", and a method that names it (or the opposite)."""
     encoder.model.embeddings.position_embeddings.weight.data.zero_()
     with torch.no_grad():
         (good,) = encoder.tokenizer("good", add_special_tokens=False)["input_ids"]
@@ -170,7 +170,7 @@ def test_measures_of_a_head_whose_truth_is_known(tmp_path):
     assert row["comprehensiveness"] == pytest.approx(np.mean([p - q for q in without.values()]), abs=1e-5)
     assert row["sufficiency"] == pytest.approx(np.mean([p - q for q in alone.values()]), abs=1e-5)
     for name in ("comprehensiveness", "sufficiency", "deletion", "insertion"):
-        # This head reads each token by itself, so it is all one how the others are deleted.
+        # This head reads each token separately, so it does not matter how the others are deleted.
         assert row[f"{name}_masked"] == pytest.approx(row[name], abs=1e-5)
     assert row["leave_one_out"] == pytest.approx(1)
     wrong = rows["backwards"]

@@ -1,4 +1,4 @@
-"""Explanations of images: they add up, regions sum patches, one class of many is cheap, pages stand alone."""
+"""Explanations of images: they add up, regions sum patches, one of many classes is cheap, pages are whole."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ from vecroute.io.images import Picture
 
 
 def explain(rows=3, columns=4, *, names=("cat", "dog", "ship"), depth=2, n_special=1, seed=0, **changes):
-    """An explanation of an image of 80 x 60 pixels, made of random numbers that add up."""
+    """Return an explanation of an image of 80 x 60 pixels, made of random numbers that add up."""
     rng = np.random.default_rng(seed)
     n = rows * columns + n_special
     values = rng.standard_normal((n, depth, len(names))).astype(np.float32)
@@ -106,7 +106,7 @@ class TestOfAnImage:
 
 
 class Largest(TorchDispatchMode):
-    """The size in bytes of the largest tensor that is made."""
+    """Record the size in bytes of the largest tensor that is created."""
 
     n_bytes = 0
 
@@ -114,7 +114,7 @@ class Largest(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor):
-                # What a view shows is not made.
+                # A view creates no memory.
                 self.n_bytes = max(self.n_bytes, tensor.untyped_storage().nbytes())
         return result
 
@@ -134,7 +134,7 @@ def test_one_class_of_a_thousand_takes_no_matrix_of_all(head):
     torch.testing.assert_close(phi.flatten(), every[:, 7] / every.double().std(correction=0).float())
     with Largest() as dense, torch.no_grad():
         made.route(hidden).phi.dense()
-    assert dense.n_bytes >= n_pos * depth * n_cls * hidden.element_size()  # the check above can fail
+    assert dense.n_bytes >= n_pos * depth * n_cls * hidden.element_size()  # so the check above can fail
 
 
 class TestRegions:

@@ -19,7 +19,7 @@ from vecroute.training.evaluation import evaluate
 
 TRUTH = ["blue", "green", "red"] * 3
 IMAGES = [photo(label, 200 + k) for k, label in enumerate(TRUTH)]
-# The second image is taken for a red one, the ninth, with more confidence, for a blue one.
+# The second image is classified as red, and the ninth, with more confidence, as blue. Both are wrong.
 P = np.array([[0.8, 0.1, 0.1], [0.1, 0.3, 0.6], [0.1, 0.2, 0.7]] * 3)
 P[[4, 7]], P[8] = [0.2, 0.7, 0.1], [0.9, 0.06, 0.04]
 

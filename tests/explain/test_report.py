@@ -176,7 +176,7 @@ def test_a_depth_that_does_it_all_has_it_all():
 
 def test_many_labels_have_a_list_of_confusions():
     names = [f"label {k}" for k in range(30)]
-    p = np.roll(np.eye(30), 1, axis=1) * 0.9 + 0.1 / 30  # each taken for the next, but for the first
+    p = np.roll(np.eye(30), 1, axis=1) * 0.9 + 0.1 / 30  # each class is taken for the next, except the first
     p[0] = p[-1]
     root, _ = page_of([f"text {k}" for k in range(30)], names, p, classes=names)
     first, second = section(root, "confusion").all("table")

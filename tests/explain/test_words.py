@@ -1,4 +1,4 @@
-"""Words through frozen encoders: they add up in every family, and samples are what they say they are."""
+"""Words through frozen encoders: they add up in every family, and means over samples are correct."""
 
 import numpy as np
 import pytest
@@ -152,7 +152,7 @@ class TestSamples:
 
 
 def save_classifier(folder, kind: str, **options):
-    """A tiny classifier with a tokenizer or image processor, as people have them."""
+    """Save a tiny classifier with a tokenizer or image processor."""
     torch.manual_seed(0)
     if kind in tiny_vision.KINDS:
         tiny_vision.save_tiny_vision(folder, kind)
@@ -161,7 +161,7 @@ def save_classifier(folder, kind: str, **options):
         tiny_models.save_tiny(folder, kind)
         auto, processor = transformers.AutoModelForSequenceClassification, transformers.AutoTokenizer
     config = transformers.AutoConfig.from_pretrained(folder)
-    if kind in ("siglip", "clip"):  # of texts and images
+    if kind in ("siglip", "clip"):  # models of texts and images
         both = {"siglip": transformers.SiglipConfig, "clip": transformers.CLIPConfig}[kind]
         config = both(vision_config=config.to_dict(), text_config={"hidden_size": 16, "num_hidden_layers": 1})
     config.id2label, config.num_labels = {0: "bad", 1: "good", 2: "odd"}, 3

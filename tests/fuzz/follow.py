@@ -15,6 +15,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     name = sys.argv.pop(1)
-    targets.TARGETS[name].valid()  # what is made once is made before
+    targets.TARGETS[name].valid()  # one-time setup
     atheris.Setup(sys.argv, lambda data: targets.check(name, data))
     atheris.Fuzz()

@@ -27,11 +27,11 @@ from tests.helpers.paths import ROOT
 
 SEEDS = ROOT / "tests/fuzz/seeds"
 KEPT = ROOT / "build/fuzz"
-EXAMPLES = 200  # of Hypothesis, between two looks at the clock
+EXAMPLES = 200  # examples of Hypothesis between two checks of the time
 
 
 def seeds(name: str) -> list[bytes]:
-    """What broke a target once."""
+    """Return the bytes that once broke a target."""
     return [path.read_bytes() for path in sorted((SEEDS / name).glob("*"))]
 
 
@@ -44,7 +44,7 @@ def keep(name: str, data: bytes) -> Path:
 
 @st.composite
 def damaged(draw: st.DrawFn, valid: list[bytes]) -> bytes:
-    """Valid bytes with some cut out, doubled, replaced or written over by digits and brackets."""
+    """Draw valid bytes with some parts cut out, doubled, replaced or overwritten by digits and brackets."""
     data = bytearray(draw(st.sampled_from([*valid, b""])))
     for _ in range(draw(st.integers(0, 6))):
         place = draw(st.integers(0, len(data)))
@@ -64,7 +64,7 @@ def damaged(draw: st.DrawFn, valid: list[bytes]) -> bytes:
 
 
 def by_hypothesis(name: str, seconds: float) -> tuple[int, bytes | None]:
-    """How many inputs were tried, and one that broke the target, as small as could be found."""
+    """Return the number of tried inputs, and the smallest input found that broke the target, or None."""
     valid = TARGETS[name].valid() + seeds(name)
     tried, broke = 0, None
     start = time.monotonic()
@@ -98,7 +98,7 @@ def by_hypothesis(name: str, seconds: float) -> tuple[int, bytes | None]:
 
 
 def by_atheris(name: str, seconds: float) -> tuple[int, bytes | None]:
-    """Return the same, in a process of its own, which a crash of a C library would end."""
+    """Do the same as ``by_hypothesis`` in a new process, which a crash of a C library may end."""
     corpus, crash = KEPT / name, KEPT / f"{name}.crash"
     corpus.mkdir(parents=True, exist_ok=True)
     crash.unlink(missing_ok=True)

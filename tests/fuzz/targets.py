@@ -1,4 +1,4 @@
-"""What is fuzzed: each target takes bytes, and may refuse them by an error that its reader documents."""
+"""The targets of fuzzing. Each takes bytes, and may refuse them with an error that its reader documents."""
 
 import contextlib
 import functools
@@ -28,12 +28,12 @@ from vecroute.io.tables import read_pieces
 
 FOLDER = Path(
     tempfile.mkdtemp(prefix="fuzz")
-)  # one for this process, small files overwritten again and again
+)  # one folder for this process, whose small files are overwritten repeatedly
 REFUSED = (ValueError, TypeError)
 
 
 class Target(NamedTuple):
-    """A reader: what it does with bytes, and some bytes that it takes."""
+    """A reader: a function of bytes, and a function that returns valid bytes."""
 
     read: Callable[[bytes], Any]
     valid: Callable[[], list[bytes]]
@@ -90,7 +90,7 @@ def vectors_of(suffix: str) -> list[bytes]:
 
 
 def cache(data: bytes) -> None:
-    """A segment that is not as it was written is never used."""
+    """A changed segment is never used."""
     folder = FOLDER / "cache"
     keeper = FeatureCache(folder, "k" * 64)
     for old in keeper.own.glob("*"):
@@ -129,13 +129,13 @@ def model_config(data: bytes) -> None:
 
 
 def model_weights(data: bytes) -> None:
-    """The same with other weights."""
+    """Write a model folder with forged weights and a new, valid seal."""
     config = json.loads((model() / "config.json").read_bytes())
     load_model(json.dumps(config | {"model_sha256": sha256(data)}).encode(), data)
 
 
 def parsed(data: bytes) -> Any:
-    with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is left for the reader to refuse
+    with contextlib.suppress(ValueError, RecursionError):  # the reader must refuse bytes that are not JSON
         return json.loads(data)
 
 

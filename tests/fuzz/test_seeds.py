@@ -1,4 +1,4 @@
-"""Whatever broke a reader once breaks it no more, and valid bytes are read."""
+"""Bytes that once broke a reader no longer do so, and valid bytes are read."""
 
 import pytest
 

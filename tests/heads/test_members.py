@@ -17,7 +17,7 @@ OPTIONS = {
 
 
 def make(k=3, **options):
-    """A head of k members in float64 with no weight zero, as after training."""
+    """Return a head of k members in float64 without zero weights, as after training."""
     torch.manual_seed(0)
     head = vr.RoutingHead(**SIZES, **options, n_members=k).double()
     for parameter in head.parameters():
@@ -26,7 +26,7 @@ def make(k=3, **options):
 
 
 def alone(head):
-    """Each member as a head of its own, with its part of the weights."""
+    """Return each member as a separate head, with its part of the weights."""
     heads, like = [], next(head.parameters())
     sizes = {"d_emb": head.d_emb, "depth": head.depth, "n_cls": head.n_cls}
     for m in range(head.n_members):
@@ -37,7 +37,7 @@ def alone(head):
 
 
 def parts(head, m, of=lambda parameter: parameter):
-    """The parameters of member m, or what belongs to them, in the order of a head of one member."""
+    """Return the parameters of member m, or ``of`` each, in the order of a head of one member."""
     found = []
     for module in head.modules():
         if isinstance(module, Linears):

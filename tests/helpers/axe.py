@@ -1,4 +1,4 @@
-"""axe-core, which looks for what keeps people from using a page: contrast, names, order, keyboard."""
+"""axe-core finds barriers that keep people from using a page: contrast, names, order, keyboard."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
 
 
 def axe_source(folder: Path) -> str:
-    """Return the script of axe-core from npm; tests are skipped, saying why, where npm cannot get it."""
+    """Return the script of axe-core from npm. If npm cannot get it, skip the test with the reason."""
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip("needs npm, for axe-core: apt-get install npm")
@@ -25,7 +25,7 @@ def axe_source(folder: Path) -> str:
 
 
 def violations(page, source: str) -> list[str]:
-    """What is wrong with a page, a line for each kind, with the first places."""
+    """Return the barriers of a page, a line for each kind, with its first places."""
     page.evaluate(source)
     run = "(tags) => axe.run({ runOnly: tags })"
     found = page.evaluate(run, TAGS)["violations"]

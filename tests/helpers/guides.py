@@ -37,7 +37,7 @@ def python_of(text: str) -> list[str]:
 
 
 def run(text: str, capsys: pytest.CaptureFixture, path: Path | None = None) -> tuple[list[str], list[str]]:
-    """What the Python blocks of a text print, and what the comments after each print say that they do."""
+    """Return the output of the Python blocks of a text, and the output that their comments state."""
     codes = python_of(text)
     namespace: dict = {}
     for code in codes:

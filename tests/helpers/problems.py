@@ -1,4 +1,4 @@
-"""The problem of a call, as the loop over chunks gets it."""
+"""Make the problem of a call, in the form that the loop over chunks takes."""
 
 import torch
 
@@ -12,7 +12,7 @@ def problem_of(
     layer: vr.VectorRouting, x_inp: torch.Tensor, implementation: str = "fused", n_iters: int = 2,
     tuning: Tuning | None = None, input_mask: torch.Tensor | None = None,
 ) -> Problem:  # fmt: skip
-    """A call whose tuning is not the default, if none is given, so that it does not take the batch path."""
+    """Return the problem of a call. Its tuning is not the default, so that it avoids the batch path."""
     tuning = tuning or Tuning(keep_bytes=Tuning().keep_bytes + 1)
     options = {"implementation": implementation, "tuning": tuning}
     arguments = operator_arguments(x_inp, layer.weights(), input_mask, None, layer.prior, **options)

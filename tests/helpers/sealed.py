@@ -1,4 +1,4 @@
-"""Change the folder of a classifier and seal it again, as somebody would who means harm."""
+"""Change the folder of a classifier and seal it again, as an attacker would."""
 
 import hashlib
 import json

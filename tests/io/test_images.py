@@ -1,4 +1,4 @@
-"""Images as people have them: every kind of file reads the same, and what cannot be read is named."""
+"""Every kind of image file reads the same, and the error names a file that cannot be read."""
 
 import io
 import logging
@@ -13,7 +13,7 @@ from PIL import Image
 
 from vecroute.io.images import MAX_PIXELS, Picture, check_images, read_folder
 
-# Left half red, right half blue, with a green top row: it shows which way up it is.
+# The left half is red, the right half blue, and the top row green, to show the orientation.
 COLOURS = np.zeros((6, 10, 3), np.uint8)
 COLOURS[:, :5, 0], COLOURS[:, 5:, 2] = 255, 255
 COLOURS[0] = (0, 255, 0)
@@ -107,7 +107,7 @@ def test_transparency_is_over_white(tmp_path):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_turns_the_image_upright(tmp_path, rgb, orientation):
-    # How a camera that was held so stores the picture, by the inverse of what a viewer does.
+    # Store the picture as a turned camera does: apply the inverse of the viewer's rotation.
     turns = {
         2: Image.Transpose.FLIP_LEFT_RIGHT,
         3: Image.Transpose.ROTATE_180,
@@ -325,7 +325,7 @@ def between(kind: str, place: int, parts: bytes) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), "red").save(buffer, kind)
     data = buffer.getvalue()
-    place = data.index(b",") if kind == "gif" else place  # the frame begins with it
+    place = data.index(b",") if kind == "gif" else place  # the first byte of a frame
     return data[:place] + parts + data[place:]
 
 
@@ -365,7 +365,7 @@ def test_photos_of_many_parts_are_read():
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (600, 800, 3), dtype=np.uint8))
     buffer = io.BytesIO()
     noise.save(buffer, "png")
-    data = buffer.getvalue()  # with the parts of 8 KB or more that Pillow writes, cut into parts of 1 KB
+    data = buffer.getvalue()  # the parts of 8 KB or more that Pillow writes are cut into parts of 1 KB
     chunks, place = [], 8
     while place < len(data):
         size, kind = int.from_bytes(data[place : place + 4]), data[place + 4 : place + 8]

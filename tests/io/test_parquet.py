@@ -1,4 +1,4 @@
-"""Parquet files whose few bytes name long texts again and again."""
+"""Small Parquet files that repeat long texts many times."""
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -13,7 +13,7 @@ LONG = "a" * 1000
 
 @pytest.fixture
 def path(tmp_path):
-    """A file of 600 rows: 300 short texts and 300 times the same long one, some cells empty."""
+    """Write a file of 600 rows: 300 short texts and 300 copies of a long one, with some empty cells."""
     texts = ["short", LONG] * 299 + [None, LONG]
     table = pa.table({"text": texts, "more": pa.array(texts, pa.large_string()), "id": list(range(600))})
     parquet.write_table(table, tmp_path / "a.parquet")
@@ -30,7 +30,7 @@ def test_every_row_comes_once_in_order(path, most):
 
 
 def test_texts_are_unpacked_only_in_part(path):
-    """As plain strings the texts of the file have 600,000 bytes; as dictionaries, 2,000."""
+    """The texts of the file take 600,000 bytes as plain strings, and 2,000 bytes as a dictionary."""
     with open_parquet(path) as table:
         for batch in batches_of(table, 600, 10**9):
             assert sum(column.dictionary.nbytes for column in batch.columns[:2]) < 3000

@@ -1,4 +1,4 @@
-"""Rows of tables: none lost, none moved, each with its line; and tables that are refused."""
+"""Tables: no row is lost or moved, each keeps its line number, and bad tables are refused."""
 
 import csv
 import gzip
@@ -34,7 +34,7 @@ def test_tables_of_excel_are_read_in_their_encoding(tmp_path, encoding, ending):
     text = "caf\u00e9 \u2014 \u201cfine\u201d \U0001f600"
     content = {"jsonl": json.dumps({"text": text}, ensure_ascii=False), "txt": text}.get(ending[:5])
     content = f"{content or f'text{chr(10)}{text}'}\r\n"
-    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""  # the codec writes none
+    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""  # the codec writes no byte order mark
     path = write(tmp_path / f"a.{ending}", mark + content.encode(encoding))
     found, _ = rows_of(path, "text")
     assert [row["text"] for row in found] == [text]
@@ -152,7 +152,7 @@ def test_a_label_may_be_called_nan_in_a_file(tmp_path):
     assert read_samples(path, "text", "label").labels == ["NA", "nan", "null", "None"]
 
 
-# What is written
+# Written tables
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_rows_without_end_are_refused_early(tmp_path, monkeypatch, name, content
     monkeypatch.setattr(tables, "MAX_ROW", 1000)
     path = tmp_path / name
     path.write_bytes(gzip.compress(content))
-    assert len(path.read_bytes()) < 20_000  # it takes a hundred times as much memory
+    assert len(path.read_bytes()) < 20_000  # in memory it would take a hundred times as much
     with pytest.raises(
         ValueError, match=r"could not be read: the row that ends with line \d+ has more than 1,000"
     ):

@@ -225,7 +225,7 @@ def assert_as_unrolled(kind: str, n_inp: int | None, solver: str, tol: float, bo
     implicit = gradients(layer, x_inp, **masks)
     assert layer.convergence.converged.all()
     assert layer.convergence.steps.max() > 3
-    layer.n_iters = 400 if isinstance(layer, vr.GeneralRouting) else 120  # some are slow to settle
+    layer.n_iters = 400 if isinstance(layer, vr.GeneralRouting) else 120  # some converge slowly
     if isinstance(layer, vr.VectorRouting):
         layer.implementation = "reference"
     unrolled = gradients(layer, x_inp, **masks)
@@ -279,7 +279,7 @@ def test_what_is_stored_does_not_grow_with_the_steps(kind):
         assert layer.convergence.steps.max() == n_steps
     assert bytes_of[200] == bytes_of[2]
     layer.n_iters = 20
-    assert kind == "chunked" or stored(layer, x_inp) > 3 * bytes_of[2]  # so it can fail
+    assert kind == "chunked" or stored(layer, x_inp) > 3 * bytes_of[2]  # so the test can fail
 
 
 PEAK = """
@@ -346,7 +346,7 @@ def test_a_step_whose_x_out_alone_has_a_gradient(n_inp):
 def test_credit_and_contributions_stay_exact(kind):
     x_inp, input_mask, _ = inputs(dtype=torch.float64)
     layer = layer_of(kind, tol=1e-6)
-    for n_iters in (layer.n_iters, vr.Converge(1e-1, 5)):  # at a loose end too
+    for n_iters in (layer.n_iters, vr.Converge(1e-1, 5)):  # with a loose tolerance too
         layer.n_iters = n_iters
         why = vr.contributions(layer, x_inp, output=1, input_mask=input_mask)
         assert why.completeness_error.max() < 1e-12
@@ -415,7 +415,7 @@ def test_anderson_needs_fewer_steps_where_plain_iteration_is_slow():
         with torch.no_grad():
             plain(x_inp), fast(x_inp)
         assert fast.convergence.converged.all()
-        slow = plain.convergence.steps >= 50  # among them some that do not converge at all
+        slow = plain.convergence.steps >= 50  # some of these do not converge at all
         assert (fast.convergence.steps < plain.convergence.steps)[slow].all()
         compared += int((slow & plain.convergence.converged).sum())
     assert compared >= 5
@@ -525,7 +525,7 @@ def test_the_warning_tells_the_least_residual():
 
 
 def test_gradients_that_are_not_finite_pass():
-    """A loss that was scaled too much has such gradients."""
+    """A loss with too large a scale has infinite or NaN gradients."""
     x_inp, _, _ = inputs(dtype=torch.float64)
     layer = layer_of("chunked")
     with pytest.warns(UserWarning, match="the gradient of the routing did not converge .* in 1 of 2 samples"):
@@ -622,7 +622,7 @@ def test_export_wants_a_number(kind):
 
 
 @pytest.mark.parametrize("kind", ["chunked", "general"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks there where its graph breaks
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads .grad at a graph break
 def test_compiled(kind):
     x_inp, _, _ = inputs(dtype=torch.float64)
     layer = layer_of(kind)

@@ -11,7 +11,7 @@ SHAPES = [  # n_inp, the shape of x_inp, rows of a chunk (None for the batch pat
     (None, (3, 700, 64), None),
     (None, (3, 700, 64), 0),
     (None, (3, 700, 64), 128),  # chunks reuse the same memory
-    (None, (900, 256), 0),  # the backward stores pairs in the rows of grad_x
+    (None, (900, 256), 0),  # the backward pass stores pairs in the rows of grad_x
     (500, (2, 500, 64), None),
     (500, (2, 500, 64), 0),
     (500, (500, 64), 128),
@@ -42,7 +42,7 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # PyTorch captures on another
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # PyTorch captures on another stream
 @pytest.mark.parametrize(("n_inp", "shape", "rows"), SHAPES, ids=str)
 def test_captured(n_inp, shape, rows, tf32):
     with torch.device("cuda"):
@@ -54,7 +54,7 @@ def test_captured(n_inp, shape, rows, tf32):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")  # compilers have much to say
+@pytest.mark.filterwarnings("ignore")  # compilers emit many warnings
 @pytest.mark.parametrize("options", [{"backend": "aot_eager"}, {"mode": "reduce-overhead"}], ids=str)
 @pytest.mark.parametrize(("n_inp", "shape", "rows"), SHAPES, ids=str)
 def test_compiled(n_inp, shape, rows, options, tf32, monkeypatch):
@@ -67,4 +67,4 @@ def test_compiled(n_inp, shape, rows, options, tf32, monkeypatch):
         compiled = torch.compile(layer, fullgraph=True, **options)
         for _ in range(2):
             assert_same(gradients(layer, compiled, shape), expected)
-        assert seen  # not the reference
+        assert seen  # the streamed loop ran, not the reference

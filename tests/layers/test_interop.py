@@ -202,7 +202,7 @@ class TestAutocastKeepsFloat32:
     def test_where_the_sums_over_inputs_are(self, implementation, dtype):
         layer = make(implementation)
         layer.normalize = False
-        nn.init.zeros_(layer.W_F2)  # what is left is x_out_jh = B_F2_jh sum_i phi_ij
+        nn.init.zeros_(layer.W_F2)  # then x_out_jh = B_F2_jh sum_i phi_ij
         with torch.autocast("cpu", dtype=dtype):
             # With equal inputs, a sum in half precision would stop growing after a few hundred terms.
             x_out, phi = layer.route(torch.randn(1, D_INP).expand(5000, -1))

@@ -93,7 +93,7 @@ def test_the_penalty_is_the_mean_square_of_the_jacobian(kind):
 
 @pytest.mark.filterwarnings("ignore:.* did not converge")
 def test_the_penalty_keeps_a_layer_converging_while_it_learns():
-    """The scores are so steep that many samples do not converge. Only training with the penalty mends it."""
+    """The scores are so steep that many samples do not converge. Only the penalty repairs this."""
     torch.manual_seed(1)
     x_inp, target = torch.randn(20, 12, 8, dtype=torch.float64), torch.randn(20, 4, 8, dtype=torch.float64)
     converged: dict[int, list] = {0: [], 3: []}

@@ -9,14 +9,14 @@ from tests.helpers.tolerance import assert_as_good, twin
 from vecroute.ops import autograd
 
 pytestmark = pytest.mark.usefixtures("device", "nan_filled_memory")
-CASES = {  # what: n_inp, batch, implementation, whether the batch path is avoided, phi_out
+CASES = {  # name: n_inp, batch, implementation, whether the batch path is avoided, phi_out
     "batch": (None, (2,), "fused", False, False),
     "batch, fixed": (20, (2,), "fused", False, True),
     "chunks": (None, (2,), "fused", True, False),
     "one long sample": (20, (), "fused", True, False),
     "one long sample into memory": (20, (), "fused", True, True),
     "chunked": (None, (3,), "chunked", False, False),
-    "chunked, fixed": (20, (), "chunked", False, True),  # without a backward no dot products are kept
+    "chunked, fixed": (20, (), "chunked", False, True),  # without a backward pass no dot products are kept
 }
 
 
@@ -36,7 +36,7 @@ def test_route_agrees_with_a_call(what, limits):
 
 
 def test_a_call_and_a_route_that_take_different_kernels(limits, monkeypatch):
-    """Pairs of many outputs are bfloat16 in a call; in the last iteration of a route they are float32."""
+    """With many outputs, pairs are bfloat16 in a call, but float32 in the last iteration of ``route``."""
     limits(WIDE_OUTPUTS=(8, 4096))
     layer = vr.VectorRouting(n_inp=20, n_out=16, d_inp=32, d_out=9, implementation="fused")
     layer, x_inp, seen = with_chunks(with_noise(layer)), torch.randn(20, 32), []

@@ -1,4 +1,4 @@
-"""What a chunk takes: memory of a GPU, and work of the host that drives it."""
+"""The cost of a chunk: memory of the GPU, and work of the host."""
 
 from collections import Counter
 
@@ -18,12 +18,12 @@ from vecroute.ops.chunks import Chunk, Room, alike
 from vecroute.ops.plan import make_plan
 from vecroute.ops.problem import Problem
 
-pytestmark = pytest.mark.usefixtures("tf32")  # else products are kernels of their own
+pytestmark = pytest.mark.usefixtures("tf32")  # otherwise products would use our own kernels
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """How often each kernel is launched; none of them does anything."""
+    """Count the launches of each kernel. The kernels are replaced and do nothing."""
     launches = Counter()
 
     class Kernel:
@@ -42,13 +42,13 @@ def launches(monkeypatch):
     monkeypatch.setattr(fused, "sum_samples_kernel", Kernel("sum_samples_kernel"))
     for name in [name for name in vars(fused_matrix) if name.endswith("_kernel")]:
         monkeypatch.setattr(fused_matrix, name, Kernel(name))
-    monkeypatch.setattr(Problem, "steps", chunked_steps)  # no kernels there
+    monkeypatch.setattr(Problem, "steps", chunked_steps)  # the steps launch no kernels
     return launches
 
 
 @pytest.fixture
 def rooms(monkeypatch):
-    """The memory of every pass."""
+    """A list of the buffers of every pass."""
     rooms = []
 
     class Seen(Room):
@@ -61,7 +61,7 @@ def rooms(monkeypatch):
 
 
 def make(n_inp: int, n_out: int, d: int, dtype: torch.dtype = torch.float32, device="cpu", rows: int = 0):
-    """The problem of a layer of variable length and n_inp inputs."""
+    """Return the problem of a layer of variable length with n_inp inputs."""
     layer = vr.VectorRouting(n_inp=None, n_out=n_out, d_inp=d, d_out=d, dtype=dtype, device="cpu")
     layer = with_noise(layer).to(device).requires_grad_(False)
     x_inp = torch.empty(n_inp, d, dtype=dtype, device=device)
@@ -72,20 +72,20 @@ def make(n_inp: int, n_out: int, d: int, dtype: torch.dtype = torch.float32, dev
     ("n_inp", "dtype", "n_chunks"), [(10**6, torch.float32, 37), (10**7, torch.bfloat16, 89)], ids=str
 )
 def test_a_forward_needs_two_percent(n_inp, dtype, n_chunks, launches, rooms):
-    """On top of x_inp: a chunk, and f(a_inp). Some 10 MB are left for what libraries take."""
+    """A forward pass needs x_inp, a chunk and f(a_inp). About 10 MB are left for libraries."""
     p = make(n_inp, 100, 1024, dtype, "meta")
     _, saved = loop.forward(p)
     f_a_inp = p.plan.saved.tensor(saved, "f_a_inp")  # [1, i]
     of_a_pass = [sum(t.nbytes for t in room.values()) for room in rooms]
     if dtype != torch.float32:
-        of_a_pass = [n + rooms[1]["phi"].nbytes // 2 for n in of_a_pass]  # rounded, to be multiplied
+        of_a_pass = [n + rooms[1]["phi"].nbytes // 2 for n in of_a_pass]  # phi is rounded for the product
     assert len(rooms) == 2
     assert max(of_a_pass) + f_a_inp.nbytes + 10e6 < 0.02 * p.x_inp.nbytes
-    assert launches["coefficients_kernel"] <= n_chunks  # no more than that takes
+    assert launches["coefficients_kernel"] <= n_chunks  # at most one launch per chunk
 
 
 def test_alike():
-    """The same samples and as many rows, one after another."""
+    """A group has consecutive chunks of the same samples, with the same number of rows."""
     rows = [slice(0, 7), slice(7, 14), slice(14, 18)]
     first, second = ([Chunk(slice(b, b + 1), slice(b, b + 1), r) for r in rows] for b in range(2))
     assert list(alike(first + second)) == [first[:2], first[2:], second[:2], second[2:]]
@@ -93,7 +93,7 @@ def test_alike():
 
 
 class Calls(TorchDispatchMode):
-    """Counts what PyTorch is asked for."""
+    """Count the calls of PyTorch functions."""
 
     def __init__(self):
         super().__init__()
@@ -118,13 +118,13 @@ def test_what_the_host_does_for_a_chunk(launches):
     """A GPU works on a chunk for a tenth of a millisecond, and each call takes the host microseconds."""
     (forward, backward), (forward_20, backward_20) = calls(64), calls(32)
     assert forward_20 - forward <= 2 * 10 * 6  # x, its rows, two products and a sum, for each of two passes
-    assert backward_20 - backward <= 2 * 10 * 12  # and the rows of what waits, or copies of it
+    assert backward_20 - backward <= 2 * 10 * 12  # and rows of waiting pairs, or copies of them
     of_passes = {"shared_rows_kernel": 10, "stacked_kernel": 2, "shared_rows_backward_kernel": 2}
     assert launches == {"coefficients_kernel": 60, "coefficients_backward_kernel": 60} | of_passes
 
 
 def test_parts_of_samples_use_the_same_memory(launches, rooms):
-    """The gradients of what has an i, a part for each sample of a chunk: as large as all the rest."""
+    """Gradients of parameters with an i have a part per sample of a chunk, as large as all other buffers."""
     layer = with_noise(vr.VectorRouting(n_inp=6, n_out=3, d_inp=8, d_out=2)).requires_grad_(False)
     p = problem_of(layer, torch.randn(8, 6, 8), tuning=Tuning(12))
     x_out, saved = loop.forward(p)
@@ -134,7 +134,7 @@ def test_parts_of_samples_use_the_same_memory(launches, rooms):
     assert [room["parts"].numel() for room in rooms] == [4 * 12 * 3, 2 * 12 * 3]
 
 
-PARTS = [  # samples, those of each part, [j, d] of how many samples a part may have, n_inp, d_inp
+PARTS = [  # samples, samples of each part, greatest number of samples of a part, n_inp, d_inp
     (7, [4, 3], 4, 11, 8),
     (4, [4], 4, 11, 8),
     (1, [1], 4, 11, 8),
@@ -166,7 +166,7 @@ def test_a_batch_goes_backward_in_parts(
 
 
 def test_others_go_backward_whole(limits):
-    """Samples of a fixed length share gradients, a GPU wants all at once, packed ones are one."""
+    """This holds for a fixed length (samples share gradients), on a GPU, and for packed samples."""
     limits(PART_BYTES=1)
     layer = vr.VectorRouting(n_inp=None, n_out=3, d_inp=8, d_out=2)
     case = problem_of(layer, torch.randn(5, 6, 8), "chunked").plan.case

@@ -1,4 +1,4 @@
-"""The kernels compile for a GPU. Other tests interpret those of Triton, which takes more than a compiler."""
+"""The kernels compile for a GPU. Triton's interpreter, in other tests, accepts more than the compiler."""
 
 import ctypes
 import os
@@ -108,7 +108,7 @@ compile(fused_steps.predictions_backward_kernel, 4, rounded, OF_B=True, **steps)
 """
 
 
-SHARED_BYTES = 227 * 1024  # the most that a program has on a Hopper GPU
+SHARED_BYTES = 227 * 1024  # greatest shared memory of a program on a Hopper GPU
 
 
 def printed(*arguments: str) -> list[str]:
@@ -126,7 +126,7 @@ def test_every_kernel_compiles():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels_of_the_batch_path_compile(name):
-    """And have no more shared memory than there is."""
+    """The kernels compile, and need no more shared memory than a GPU has."""
     for line in printed("-m", "tests.helpers.batch_kernels", name):
         kernel, shared_bytes = line.split()
         assert int(shared_bytes) <= SHARED_BYTES, f"{kernel} has {shared_bytes} bytes of shared memory"
@@ -139,7 +139,7 @@ def test_every_kernel_of_the_batch_path_is_in_one_of_these_calls():
 
 
 def log_of_compilation(source: str) -> str:
-    """What the compiler of CUDA C++ says, with the registers that a kernel has; it must not fail."""
+    """Compile CUDA C++, which must not fail, and return the log, which shows the registers of a kernel."""
     (path,) = (file.locate() for file in files("nvidia-cuda-nvrtc") if file.name.startswith("libnvrtc.so"))
     nvrtc, program = ctypes.CDLL(str(path)), ctypes.c_void_p()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"k.cu", 0, None, None) == 0
@@ -159,7 +159,7 @@ def log_of_compilation(source: str) -> str:
 @pytest.mark.parametrize(("c", "n_out"), [(2, 100), (4, 100), (4, 32), (8, 64)])
 @pytest.mark.parametrize("first", [True, False])
 def test_the_kernel_of_clusters_compiles(c, n_out, first):
-    """Without a warning, and all that it has fits the registers, but for clusters of two."""
+    """It compiles without a warning, and everything fits the registers, except in clusters of two."""
     log = log_of_compilation(clusters.source(c, n_out, first))
     assert c == 2 or "0 bytes spill stores, 0 bytes spill loads" in log, log
 

@@ -1,4 +1,4 @@
-"""What a layer stores for its backward pass: nothing of size i x j or i x d of its own."""
+"""The memory that a layer stores for its backward pass: no additional tensor of size i x j or i x d."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def stored_bytes(implementation: str, n_inp: int, *, fixed: bool, keep_bytes: in
 
 
 def stored_per_input(implementation: str, *, fixed: bool, kept: int = 0, missing: int = 0) -> float:
-    """How many float32 numbers each further input adds to what is stored.
+    """Return the number of float32 numbers that the layer stores for each additional input.
 
     Args:
         kept, missing: the budget has room for ``kept`` numbers of each input, but for ``missing`` bytes.
@@ -57,14 +57,14 @@ def test_dot_products_of_a_fixed_length_are_kept_within_the_budget(missing):
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["variable", "fixed"])
 def test_the_reference_stores_pairs(fixed):
-    """So the tests above can fail."""
+    """This shows that the tests above can fail."""
     assert stored_per_input("reference", fixed=fixed) >= N_OUT
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # there is one cycle
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # the profiler runs one cycle
 @pytest.mark.parametrize(("n_parts", "most"), [(1, 13), (4, 9)])
 def test_few_matrices_of_each_sample_live_at_once(n_parts, most, limits):
-    """With many small samples, values [b, j, d] take the most memory; in parts, only the stored ones."""
+    """With many small samples, tensors [b, j, d] take the most memory. In parts, only stored ones remain."""
     limits(PART_BYTES=2**20 // n_parts)
     layer = vr.VectorRouting(n_inp=None, n_out=64, d_inp=64, d_out=64, implementation="chunked")
     layer.tuning = layer.tuning._replace(rows=8)  # two samples at a time
@@ -81,7 +81,7 @@ def test_few_matrices_of_each_sample_live_at_once(n_parts, most, limits):
 
 @pytest.mark.parametrize("fixed", [True, False])
 def test_gradients_keep_nothing_but_themselves(fixed):
-    """A gradient that is a view would keep what it is a view of as long as there is the gradient."""
+    """A gradient that is a view would keep its whole base tensor in memory."""
     sizes = {"n_inp": 6 if fixed else None, "n_out": 5, "d_inp": 8, "d_out": 3}
     layer = vr.VectorRouting(**sizes, implementation="chunked")
     layer(torch.randn(6, 8, requires_grad=True)).backward(torch.randn(5, 3))

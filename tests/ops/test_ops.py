@@ -23,7 +23,7 @@ SIZES = [  # n_inp, n_out, d_inp, d_out
 ]
 IDS = ["i{}-j{}-d{}-h{}".format(*size) for size in SIZES]
 IMPLEMENTATIONS = ["chunked", "fused"]
-PATHS = [*IMPLEMENTATIONS, "fused in chunks"]  # else fused takes the batch path
+PATHS = [*IMPLEMENTATIONS, "fused in chunks"]  # "fused" alone takes the batch path
 TUNINGS = {"default": Tuning(), "rows7": Tuning(rows=7), "nothing kept": Tuning(rows=10, keep_bytes=0)}
 MASKS = ["", "input", "pair", "input and pair"]
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 def make(n_inp, n_out, d_inp, d_out, *, fixed, implementation="auto", **options) -> vr.VectorRouting:
-    """Return a layer with no parameter left at zero; its implementation may be one of PATHS."""
+    """Return a layer without zero parameters. Its implementation may be one of PATHS."""
     sizes = {"n_inp": n_inp if fixed else None, "n_out": n_out, "d_inp": d_inp, "d_out": d_out}
     implementation, _, in_chunks = implementation.partition(" in ")
     layer = with_noise(vr.VectorRouting(**sizes, implementation=implementation, **options))
@@ -40,7 +40,7 @@ def make(n_inp, n_out, d_inp, d_out, *, fixed, implementation="auto", **options)
 
 
 def masks_for(kinds: str, batch: tuple[int, ...], n_inp: int, n_out: int) -> dict[str, torch.Tensor]:
-    """The masks named in kinds; the last input is off for every output, the first sample's inputs all are."""
+    """Return the named masks. They exclude the last input, and all inputs of the first sample."""
     masks = {}
     if "input" in kinds:
         masks["input_mask"] = torch.rand(*batch, n_inp) > 0.3
@@ -77,7 +77,7 @@ def test_as_good_as_the_reference(implementation, size, fixed, masked, nan_fille
 @pytest.mark.parametrize("size", [(1, 1, 1, 1), (1, 2, 3, 2), (5, 1, 2, 3), (7, 3, 5, 4)], ids=str)
 @pytest.mark.parametrize("implementation", PATHS)
 def test_smallest_sizes(implementation, size, fixed, masked, nan_filled_memory):
-    """In float64: with so few numbers, which of two float32 computations is nearer to the truth is luck."""
+    """Test in float64. With few numbers, it is luck which of two float32 results is closer to the truth."""
     layer = make(*size, fixed=fixed, implementation=implementation, dtype=torch.float64)
     x_inp, masks = torch.randn(2, size[0], size[2]).double(), masks_for(masked, (2,), size[0], size[1])
     truth = outcome(twin(layer, torch.float64), x_inp, **masks)
@@ -106,7 +106,7 @@ def test_more_outputs_than_a_block_has(implementation, fixed, nan_filled_memory)
         )
 
 
-# Each against each for chunked; for fused, slow where it is interpreted, some of each.
+# All combinations for chunked. For fused, which is slow in the interpreter, some of them.
 SETTINGS = [("chunked", *rest) for rest in product([(), (1,), (2, 3)], [1, 2, 5], TUNINGS)]
 SETTINGS += [("fused", (), 1, "default"), ("fused", (2, 3), 2, "rows7"), ("fused", (1,), 3, "nothing kept")]
 
@@ -312,7 +312,7 @@ def test_bad_cu_seqlens(x_shape, cu_seqlens, message, device):
 def test_opcheck(implementation, masked, fixed, nan_filled_memory):
     """torch.library's own checks: schema, autograd, fake implementation, compiled with autograd.
 
-    They compare every byte that is saved for the backward, so memory that nobody wrote to must be all alike.
+    They compare every byte that is saved for the backward pass, so unwritten memory must always be the same.
     """
     layer = make(9, 3, 4, 2, fixed=fixed, implementation=implementation)
     options = {"implementation": layer.implementation, "tuning": layer.tuning}
@@ -337,13 +337,13 @@ def test_without_a_graph_nothing_is_saved_for_backward():
 def test_no_samples_have_no_gradient(implementation, nan_filled_memory):
     layer = make(5, 3, 8, 4, fixed=True, implementation=implementation)
     for name, value in outcome(layer, torch.randn(0, 5, 8)).items():
-        assert not value.any(), name  # NaN, which is where nobody wrote, is not zero
+        assert not value.any(), name  # unwritten memory is NaN, which is not zero
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("implementation", PATHS)
 def test_parameters_with_any_strides(implementation, fixed, nan_filled_memory):
-    """The same numbers to the last digit."""
+    """The results are the same to the last digit."""
     layer = make(12, 3, 20, 4, fixed=fixed, implementation=implementation)
     expected = outcome(layer, x_inp := torch.randn(2, 12, 20))
     for parameter in layer.parameters():
@@ -356,7 +356,7 @@ def test_parameters_with_any_strides(implementation, fixed, nan_filled_memory):
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("implementation", PATHS)
 def test_one_output_has_no_gradient_of_its_scores(implementation, fixed):
-    """Not even one from rounding: d_out of 1 is not normalised, and would make it large."""
+    """Not even rounding leaves a gradient, which would be large: with d_out = 1 nothing is normalised."""
     layer = make(7, 1, 3, 1, fixed=fixed, implementation=implementation, n_iters=3)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -370,7 +370,7 @@ def test_one_output_has_no_gradient_of_its_scores(implementation, fixed):
 @pytest.mark.parametrize("shift", [20, -200])
 @pytest.mark.parametrize("implementation", PATHS)
 def test_gradients_of_extreme_scores(implementation, shift, fixed):
-    """f(z) is 1 or 0 in float32 there, 1 - f(z) and R are not."""
+    """For such scores, f(z) is 1 or 0 in float32, but 1 - f(z) and R are not."""
     layer = make(13, 4, 17, 6, fixed=fixed, implementation=implementation)
     with torch.no_grad():
         layer.B_S += shift
@@ -378,7 +378,7 @@ def test_gradients_of_extreme_scores(implementation, shift, fixed):
 
 
 def test_chunks_fit_a_grid():
-    """CUDA launches at most 65,535 blocks in a dimension that is not the first; samples are one."""
+    """CUDA launches at most 65,535 blocks in each dimension but the first. Samples use another one."""
     layer = make(1, 2, 1, 1, fixed=True)
     p = problem_of(layer, torch.randn(140_000, 1, 1), "chunked", tuning=Tuning(rows=100_000))
     samples = [chunk.samples for chunk in chunks(p, 1, 1)]
@@ -405,7 +405,7 @@ def test_pairs_that_fill_the_memory_they_wait_in(implementation, n_out, rows, na
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pairs_of_several_iterations_wait(implementation, fixed, nan_filled_memory):
-    """Side by side, as the rows of M that they are multiplied with do."""
+    """The pairs of all iterations are side by side, in the order of the rows of M."""
     layer = make(13, 2, 20, 6, fixed=fixed, implementation=implementation, n_iters=4)
     assert_layer_as_good(with_chunks(layer), torch.randn(3, 13, 20))
 
@@ -434,6 +434,6 @@ def test_lengths_of_plain_calls():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_what_is_traced_is_an_operator():
-    """A function of Python could not be saved."""
+    """The traced graph has an operator, because a Python function could not be saved."""
     layer, x_inp = make(9, 3, 5, 4, fixed=True, implementation="chunked"), torch.randn(9, 5)
     assert "vecroute::loop" in str(torch.jit.trace(layer, x_inp, check_trace=False).inlined_graph)

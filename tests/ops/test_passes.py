@@ -1,4 +1,4 @@
-"""Where the passes of ``fused`` put what they compute: kept, waiting, summed."""
+"""Where the passes of ``fused`` put their results: kept arrays, waiting pairs, sums."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_wherever_pairs_wait(fixed, apart, rows, limits, nan_filled_memory):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_pairs_of_half_precision_wait_apart(dtype, nan_filled_memory):
-    """In the dtype of sums, which grad_x does not have."""
+    """They have the dtype of sums, which differs from the dtype of grad_x."""
     layer = with_chunks(make(n_out=8, d_inp=48, dtype=dtype))
     x_inp = torch.randn(3, 40, 48).to(dtype)
     assert gradient.InputGradient(problem_of(layer, x_inp), torch.empty_like(x_inp)).waits
@@ -97,7 +97,7 @@ def test_sums_over_inputs(dtype, n_inp, n, limits):
 
 
 def test_few_sums_are_left_to_pytorch(monkeypatch):
-    """And those of values that are neighbours in i, or of one long sample."""
+    """PyTorch also sums values that are contiguous in i, and values of one long sample."""
     asked = []
     monkeypatch.setattr(matmul, "summer", lambda out, n_rows: asked.append(n_rows))
     fused_sums.summer(torch.empty(2, 255), torch.empty(2, 3, 255).mT)
@@ -112,11 +112,11 @@ def test_few_sums_are_left_to_pytorch(monkeypatch):
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_rows_that_samples_share(dtype, flat, n_out, nan_filled_memory):
-    """For c alone, and with a_inp and zeros."""
+    """Test rows for c alone, and rows for c, a_inp and zeros."""
     layer = make(n_out=n_out, d_inp=37, dtype=dtype)
     p = problem_of(layer, torch.randn(2, 5, 37).to(dtype))
     n_c = n_out if flat else 2 * n_out
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}  # one adds them in bfloat16
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}  # one adds in bfloat16
     for n in (n_c, n_c + 1, n_c + 6):
         for found, expected in zip(
             fused.shared_rows(p, flat, n), chunked.shared_rows(p, flat, n), strict=True
@@ -146,9 +146,9 @@ def test_gradient_of_rows_that_samples_share(flat, first, b, nan_filled_memory):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [5, 61])
 def test_matrices_with_rows_that_samples_share(n, dtype, nan_filled_memory):
-    """With neighbours, and aligned, where a product with rows of pairs sums."""
+    """The matrix is contiguous and aligned in q, the dimension that products with pairs sum over."""
     own = torch.randn(3, n + 4, 37).to(dtype)[:, :n]  # [b, k, d]
-    shared = torch.randn(33, 37).bfloat16().float()  # [q, d], which nothing need round
+    shared = torch.randn(33, 37).bfloat16().float()  # [q, d], already rounded
     found = fused.stacked(own, shared)
     assert torch.equal(found, chunked.stacked(own, shared))
     assert found.stride(1) == 1

@@ -1,4 +1,4 @@
-"""Long work in pieces: the routing loop asks between its chunks whether it shall go on."""
+"""Long work in pieces: the routing loop asks between two chunks whether to continue."""
 
 import threading
 
@@ -37,7 +37,7 @@ def test_what_is_raised_between_pieces_ends_the_work():
     expected = layer(x_inp)  # [j, h]
     with pytest.raises(Stop), in_pieces(between):
         layer(x_inp)
-    assert torch.equal(layer(x_inp), expected)  # nothing is left of it
+    assert torch.equal(layer(x_inp), expected)  # the stopped call leaves no trace
 
 
 def test_other_threads_are_not_asked():

@@ -1,4 +1,4 @@
-"""Which call takes which path, for devices that need not be there."""
+"""Which call takes which path, on devices that this machine need not have."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def in_dtype(dtype: torch.dtype) -> dict:
     return {"dtype": dtype, "rounded": dtype, "w_dtype": dtype, "tf32": False}
 
 
-BATCH = {  # what: the call, whether operands are halves
+BATCH = {  # name: the call, whether operands are halves
     "a batch": (case((32, 1850, 1024), 64), True),
     "a batch on an A100": (case((32, 1850, 1024), 64, device=A100), True),
     "masked": (case((32, 1850, 1024), 64, input_mask=True), True),
@@ -49,7 +49,7 @@ BATCH = {  # what: the call, whether operands are halves
     "vectors too large for a row of halves": (case((2, 10, 8193), 4), False),
 }
 MILLION = 1_000_000, 1024
-PATHS = {  # what: the call, its path, what the path says of clusters, halves, bfloat16 products and pairs
+PATHS = {  # name: the call, its path, and its clusters, halves, bfloat16 products and pairs
     "a CPU": (case((2, 10, 8), 4, **CHUNKED), "chunked", (False, "", False, "")),
     "a long sequence on a CPU": (fixed(MILLION, 100, **CHUNKED), "chunked", (False, "", False, "grad_W_A")),
     "129 outputs": (case((16, 100, 1024), 129), "fused", (False, "", False, "apart")),
@@ -112,7 +112,7 @@ def test_a_printed_plan_names_its_kernels_and_the_memory_it_uses_twice():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("variable", [True, False], ids=["variable", "fixed"])
 def test_rows_of_chunks_count_the_columns_that_there_are(variable, masked, keep):
-    """Chunks follow from numbers of columns; ``Columns`` lays them out."""
+    """The rows of chunks follow from the number of columns, which must be as in ``Columns``."""
     layer = vr.VectorRouting(n_inp=None if variable else 9, n_out=5, d_inp=40, d_out=3)
     mask = torch.ones(2, 9, dtype=torch.bool) if masked else None
     for implementation in ("chunked", "fused"):
@@ -170,7 +170,7 @@ def derivatives(layer, x_inp, tangent):
     yield dual
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of PyTorch's own derivatives
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own derivatives warn
 @pytest.mark.parametrize("implementation", ["auto", "chunked"])
 def test_forward_mode_derivatives_are_right_or_refused(implementation):
     options = {"n_inp": None, "n_out": 3, "d_inp": 4, "d_out": 5, "dtype": torch.float64}

@@ -1,4 +1,4 @@
-"""The script that makes disks full and kills processes: a few rounds of each."""
+"""The script that fills disks and kills processes, in a few rounds of each kind."""
 
 import json
 import os

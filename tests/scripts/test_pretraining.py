@@ -134,10 +134,10 @@ class TestViews:
         images = torch.full((300, 3, 2, 2), 0.4)
         images[:, 0] = 0.6
         turned = cifar10.change_colours(images)
-        spread = turned.amax(1) - turned.amin(1)  # of colours
+        spread = turned.amax(1) - turned.amin(1)  # spread of the colours
         assert spread.std() > 0.01
         assert turned[:, 0].std() > 0.05
-        assert (turned[:, 1] - turned[:, 2]).abs().max() > 0.03  # which were the same
+        assert (turned[:, 1] - turned[:, 2]).abs().max() > 0.03  # the colours were the same before
         assert abs(float(cifar10.luminance(turned).mean() - cifar10.luminance(images).mean())) < 0.02
 
 

@@ -1,4 +1,4 @@
-"""Checks before a release: a package that is not locked, or locked without its sum, does not pass."""
+"""Checks before a release: a package must be locked, with its checksum."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Every page in a browser, light and dark, wide and narrow: no barrier that axe-core knows, none cut off."""
+"""Every page, light and dark, wide and narrow: axe-core finds no barrier, and nothing is cut off."""
 
 import pytest
 
@@ -94,14 +94,14 @@ def test_the_page_for_images(browser, axe, classifiers, tmp_path):
 
 
 def check(browser, axe, address, fill):
-    """No barrier on any screen, and no page that is wider than its screen."""
+    """Check that no screen has a barrier, and that no page is wider than its screen."""
     for scheme, width in SCREENS:
         browser.emulate_media(color_scheme=scheme)
         browser.set_viewport_size({"width": width, "height": 900})
         browser.goto("about:blank")
         browser.goto(address)
         fill()
-        browser.wait_for_timeout(400)  # for colours that change slowly
+        browser.wait_for_timeout(400)  # wait for colour transitions
         assert violations(browser, axe) == [], (scheme, width)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
 

@@ -43,7 +43,7 @@ def page(open_page, address):
 
 
 def answer(page, action):
-    """What /explain answers to an action, once it is shown."""
+    """Return the answer of /explain to an action, after the page shows it."""
     with page.expect_response("**/explain") as found:
         action()
     page.wait_for_selector("body:not(.busy)")
@@ -59,7 +59,7 @@ def shown_text(page, section="#result-a"):
 
 
 def check_sums(page, section="#result-a"):
-    """In every table the lines add up to the score below them, and that is the score above."""
+    """Check that the lines of every table sum to the score below them, which is also the score above."""
     heading = Decimal(page.text_content(f"{section} h2").rpartition(": ")[2])
     for table in page.query_selector_all(f"{section} table"):
         *lines, score = [Decimal(cell.text_content()) for cell in table.query_selector_all("td.number")]
@@ -146,7 +146,7 @@ def test_examples_links_and_words_that_are_explained(page, address):
 
 
 def other_text(page, address, label):
-    """A text whose label is another."""
+    """Return a text with another label."""
     for text in ("a dull , dull story", "one two three", "good", "great", "bad", "witty film !", "so slow"):
         if page.request.post(f"{address}/predict", data={"text": text}).json()["label"] != label:
             return text
@@ -179,7 +179,7 @@ def test_hostile_texts_are_shown_as_text(page, name):
     page.evaluate(f"{typed} area.dispatchEvent(new Event('input')); }}", json.dumps(text))
     page.wait_for_selector("#result-a h2")
     page.wait_for_selector("body:not(.busy)")
-    # A field of a page has line ends of its own, and halves of characters are none.
+    # A text field changes line ends, and lone surrogates are not characters.
     text = re.sub(r"[\ud800-\udfff]", "\ufffd", re.sub(r"\r\n?", "\n", text))
     assert shown_text(page) == visible(text)
     assert page.locator("#result-a script, #result-a img, #result-a .text b").count() == 0

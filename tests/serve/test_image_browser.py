@@ -44,7 +44,7 @@ def page(open_page, address):
 
 @pytest.fixture
 def file(tmp_path):
-    """Higher than wide, and stored on its side."""
+    """Write an image that is higher than wide, and stored on its side."""
     exif = Image.Exif()
     exif[0x0112] = 6
     photo("red", 100, (60, 40)).save(tmp_path / "photo.jpg", exif=exif, quality=95)
@@ -52,7 +52,7 @@ def file(tmp_path):
 
 
 def answer(page, action):
-    """What /explain answers to an action, once it is shown."""
+    """Return the answer of /explain to an action, after the page shows it."""
     with page.expect_response("**/explain?**") as found:
         action()
     page.wait_for_selector("body:not(.busy)")
@@ -60,7 +60,7 @@ def answer(page, action):
 
 
 def choose(page, file):
-    # As bytes: the browser keeps no answers to requests with a file of the disk for us to read.
+    # Pass bytes, because the browser does not keep answers to requests with a file from the disk.
     sent = {"name": file.name, "mimeType": "image/jpeg", "buffer": file.read_bytes()}
     return answer(page, lambda: page.set_input_files("#file", sent))
 
@@ -156,7 +156,7 @@ def test_damaged_and_large_files_are_told(page, file, tmp_path):
     page.wait_for_selector("#status.wrong")
     assert "is no image that can be read" in page.text_content("#status")
     assert page.is_hidden("#result-a")
-    page.seen["wrong"].clear()  # browsers tell of every 422
+    page.seen["wrong"].clear()  # browsers log every 422
     (tmp_path / "large.png").write_bytes(bytes(300_001))
     page.set_input_files("#file", tmp_path / "large.png")
     page.wait_for_function("document.getElementById('status').textContent.includes('300001')")

@@ -100,7 +100,7 @@ def test_margins_between_classes(client, classifier):
 
 def test_a_copy_of_the_image_comes_upright_if_asked_for(client):
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
+    exif[0x0112] = 6  # turn by 90 degrees
     wide = Image.new("RGB", (60, 30), "red")
     wide.paste("blue", (30, 0, 60, 30))
     data = file_of(wide, exif=exif)

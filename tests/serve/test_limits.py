@@ -46,7 +46,7 @@ def job(name, cost=1):
 
 
 class Pieces:
-    """Work whose long jobs never end by themselves; it remembers what happened."""
+    """Work whose long jobs never end by themselves. It records the order of events."""
 
     def __init__(self):
         self.at_work, self.ended = threading.Event(), threading.Event()
@@ -143,12 +143,12 @@ def test_99000_characters_do_not_keep_others_waiting(classifier):
             assert answer.status_code == 200, answer.text
             others += 1
         ask.join()
-        assert found[0].status_code in (200, 504)  # as fast as the machine is
+        assert found[0].status_code in (200, 504)  # depends on the speed of the machine
         assert others > 1
 
 
 def test_an_explanation_that_gave_way_is_the_same(classifier):
-    text = ("the film is good and dull . " * 200)[:4000]  # long, since an explanation costs 8 times as much
+    text = ("the film is good and dull . " * 200)[:4000]  # explanations cost 8 times as much
     with TestClient(serve.create_app(classifier)) as client:
         asked = {"text": text, "output": "good"}
         alone = client.post("/explain", json=asked).json()
@@ -245,7 +245,7 @@ def test_long_rows_of_pixels_are_refused_by_the_header(image_classifier):
 
 @pytest.mark.parametrize("path", ["/predict", "/explain", "/page"])
 def test_too_many_pixels_are_refused_before_they_are_decoded(image_classifier, path, monkeypatch):
-    Image.init()  # a plugin of Pillow loads an image of its own
+    Image.init()  # a plugin of Pillow loads its own image
     monkeypatch.setattr(Image.Image, "load", lambda image: pytest.fail("it was decoded"))
     monkeypatch.setattr(type(image_classifier), "predict_proba", lambda self, X: np.ones((len(X), 3)) / 3)
     limits = serve.Limits(max_pixels=1000)
@@ -284,7 +284,7 @@ def test_the_command_refuses_such_limits_in_a_line(option, monkeypatch, capsys):
 
 
 def through_guard(app, receive, max_bytes=10, seconds=5.0):
-    """What a guard before an application sends for a request."""
+    """Return the messages that a guard before an application sends for a request."""
     sent = []
 
     async def send(message):
@@ -357,7 +357,7 @@ def test_all_bodies_together_are_limited():
 
 @contextlib.contextmanager
 def listening(classifier, seconds=1.0, max_connections=512, **limits):
-    """The port of a server in a thread of its own."""
+    """Run a server in its own thread, and yield the port."""
     app = serve.create_app(classifier, limits=serve.Limits(seconds=seconds, **limits))
     ready = threading.Event()
     server = make_server(app, seconds, ready.set, max_connections)
@@ -373,7 +373,7 @@ def listening(classifier, seconds=1.0, max_connections=512, **limits):
 
 
 class Tiny:
-    """A classifier of no work."""
+    """A classifier that does no work."""
 
     classes_ = np.array(["a", "b"])
     multi_label = False
@@ -390,7 +390,7 @@ def connect(port):
 
 
 def all_of(connection):
-    """What comes until the server closes the connection."""
+    """Return all bytes until the server closes the connection."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(65_536):

@@ -1,4 +1,4 @@
-"""The server under load and under nonsense: no request is lost, memory stays bounded, no error is its own."""
+"""The server under load and invalid requests: no request is lost, memory is bounded, no server error."""
 
 import csv
 import json
@@ -34,7 +34,7 @@ def port_of(address):
 
 def test_64_clients_for_a_minute(model):
     with served(model) as (address, process):
-        load_benchmark.load(port_of(address), TEXTS, CLIENTS, 10)  # whatever grows once has grown
+        load_benchmark.load(port_of(address), TEXTS, CLIENTS, 10)  # after this, memory no longer grows once
         before = load_benchmark.resident_mb(process.pid)
         found = load_benchmark.load(port_of(address), TEXTS, CLIENTS, SECONDS)
         growth = load_benchmark.resident_mb(process.pid, "VmHWM") - before
@@ -43,7 +43,7 @@ def test_64_clients_for_a_minute(model):
         assert process.poll() is None
     print(f"{len(found.milliseconds)} answered, {found.refused} refused, {growth:.0f} MB more")
     assert found.wrong == []
-    assert found.refused == 0  # 64 never fill a queue of 256
+    assert found.refused == 0  # 64 clients cannot fill a queue of 256
     assert len(found.milliseconds) > CLIENTS
     assert growth < 50
 

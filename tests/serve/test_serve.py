@@ -171,7 +171,7 @@ def test_hostile_texts_come_back_as_they_are(client, name):
 def test_a_text_of_50000_characters(client):
     text = ("<b>the film</b> is good & dull 😀 . " * 1500)[:50_000]
     answer = explained(client, text=text)
-    check_sums(answer, rest=2)  # of 17,000 tokens in float32
+    check_sums(answer, rest=2)  # the sum of 17,000 tokens in float32
     assert segments_of(answer) == text
 
 
@@ -214,7 +214,7 @@ def test_saved_pages_hold_text_as_text(client, name):
     assert texts == {HOSTILE[name], TEXT}
 
 
-# The page, its headers, and what cannot be reached
+# The page, its headers, and paths that do not exist
 
 
 def test_the_page_runs_its_own_script_alone(client):
@@ -328,7 +328,7 @@ def test_limits_must_leave_something():
 
 
 class Slow:
-    """A classifier that waits for a gate before it answers, and counts."""
+    """A classifier that waits for a gate before it answers, and counts its calls."""
 
     classes_ = np.array(["a", "b"])
     multi_label = False
@@ -346,7 +346,7 @@ class Slow:
 
 @contextlib.contextmanager
 def asking(slow, n, **limits):
-    """The answers to n requests at once, as they come; the gate opens at the end, and all have come then."""
+    """Send n requests at once, and yield the list of their answers. At the end, open the gate and wait."""
     found = []
     with TestClient(serve.create_app(slow, limits=serve.Limits(**limits))) as client:
         threads = [
@@ -355,7 +355,7 @@ def asking(slow, n, **limits):
         ]
         try:
             threads[0].start()
-            wait_for(lambda: slow.batches)  # the first is at work before the others come
+            wait_for(lambda: slow.batches)  # the first is being processed before the others arrive
             for thread in threads[1:]:
                 thread.start()
             yield client, found
@@ -367,7 +367,7 @@ def asking(slow, n, **limits):
 
 def test_a_full_queue_answers_503_and_when_to_come_again():
     with asking(Slow(), 8, max_waiting=2, max_batch=1) as (_, found):
-        wait_for(lambda: len(found) == 5)  # one at work, two wait
+        wait_for(lambda: len(found) == 5)  # one is being processed, two wait
         assert {answer.status_code for answer in found} == {503}
         assert {answer.headers.get("retry-after") for answer in found} == {"1"}
     assert sorted(answer.status_code for answer in found) == [200] * 3 + [503] * 5
@@ -395,7 +395,7 @@ def job(name, cost=1):
 
 
 def run_batches(jobs, work=None, **options):
-    """The answers to jobs asked for at once, and the batches that they were answered in."""
+    """Submit jobs at once, and return their answers and the batches."""
     batches = []
 
     def answer(found):
@@ -405,7 +405,7 @@ def run_batches(jobs, work=None, **options):
     async def ask():
         batcher = Batcher(answer, **options)
         asked = [asyncio.create_task(batcher.ask(job, 5)) for job in jobs]
-        await asyncio.sleep(0)  # all wait before the first is worked on
+        await asyncio.sleep(0)  # all jobs are queued before the first one starts
         batcher.start()
         found = await asyncio.gather(*asked, return_exceptions=True)
         await batcher.stop()
@@ -480,7 +480,7 @@ def test_a_slow_body_is_refused():
 
 
 def seconds_of(pid):
-    """The time that a process has computed for."""
+    """Return the CPU time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -496,7 +496,7 @@ def test_the_command_serves_on_this_machine_alone_and_ends_gracefully(classifier
             socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2]))),
         ):
             pass
-        # A request that takes a while is answered, though the server is told to end meanwhile.
+        # A long request is answered even if the server is told to end meanwhile.
         body = json.dumps({"text": "the film is good and dull . " * 2000}).encode()
         request = urllib.request.Request(f"{address}/explain", body, {"Content-Type": "application/json"})
         found = []
@@ -508,7 +508,7 @@ def test_the_command_serves_on_this_machine_alone_and_ends_gracefully(classifier
         thread = threading.Thread(target=ask)
         before = seconds_of(process.pid)
         thread.start()
-        wait_for(lambda: seconds_of(process.pid) > before + 0.1)  # it is at work
+        wait_for(lambda: seconds_of(process.pid) > before + 0.1)  # it is computing
         assert not found
         process.send_signal(signal.SIGTERM)
         thread.join()

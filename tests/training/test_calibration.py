@@ -1,4 +1,4 @@
-"""The temperature: it recovers a known one, and stays sensible with few samples."""
+"""The fit recovers a known temperature, and stays sensible with few samples."""
 
 import math
 
@@ -12,7 +12,7 @@ from vecroute.training.folds import N_FOLDS, make_folds, out_of_fold
 
 
 def drawn(T, n=4000, n_cls=3, multi_label=False):
-    """Scores, and labels drawn from the probabilities that they have at a temperature."""
+    """Return scores, and labels drawn from their probabilities at a given temperature."""
     generator = torch.Generator().manual_seed(1)
     scores = 3 * torch.randn(n, n_cls, generator=generator, dtype=torch.double)  # [n, n_cls]
     p = probabilities(scores, T, multi_label)  # [n, n_cls]
@@ -27,7 +27,7 @@ def test_it_recovers_a_known_temperature(T, multi_label):
     for n_cls in (2, 5):
         scores, targets = drawn(T, n_cls=n_cls, multi_label=multi_label)
         assert fit_temperature(scores, targets, 4000, multi_label) == pytest.approx(T, rel=0.12)
-        # A constant added to the scores changes nothing but the sigmoids.
+        # A constant added to the scores changes only the sigmoids.
         if not multi_label:
             assert fit_temperature(scores + 7, targets, 4000) == pytest.approx(T, rel=0.12)
 
@@ -42,7 +42,7 @@ def test_probabilities_are_of_divided_scores():
 
 @pytest.mark.parametrize("right", [True, False])
 def test_few_samples_do_not_make_it_extreme(right):
-    """All right would mean T = 0 without a prior, all wrong an infinite T."""
+    """Without a prior, T would be 0 if all labels are right, and infinite if all are wrong."""
     scores, targets = torch.tensor([[2.0, -2.0]] * 8), torch.tensor([[1.0, 0.0]] * 8)
     T = fit_temperature(scores, targets if right else 1 - targets, 8)
     assert (1 < T < usual_temperature(8)) if right else (usual_temperature(8) < T < 20)
@@ -72,7 +72,7 @@ def test_scores_out_of_fold_are_of_heads_that_have_not_seen_the_sample():
     recipe = Recipe(max_epochs=30, lr=1e-2, batch_size=12, drop_inputs=0.0, drop_features=0.0)
     scores = out_of_fold(make_head, task, recipe, fold)  # [n, n_cls]
     assert scores.shape == task.targets.shape
-    # A wrong label of a sample cannot change its own score, but those of other folds.
+    # A wrong label cannot change the score of its own sample, only the scores of other folds.
     changed = task._replace(targets=task.targets.clone())
     changed.targets[0] = changed.targets[0].roll(1)
     moved = (out_of_fold(make_head, changed, recipe, fold) != scores).any(1)  # [n]

@@ -1,4 +1,4 @@
-"""Checkpoints: damaged ones are set aside and told, and what was trained outlives a full disk."""
+"""Checkpoints: damaged ones are renamed with a warning, and trained weights survive a full disk."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ def undisturbed():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The checkpoint of a run that was stopped after 8 steps."""
+    """Return the checkpoint of a run that was stopped after 8 steps."""
     checkpoint, step, done = tmp_path_factory.mktemp("stopped") / "checkpoint", Trainer.train_step, []
 
     def stopping(self, which):
@@ -131,7 +131,7 @@ def test_an_undamaged_one_is_gone_on_from(stopped, undisturbed, monkeypatch, cap
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, undisturbed, monkeypatch):
-    """However seldom checkpoints are written, one comes at the end."""
+    """A checkpoint is always written at the end."""
     checkpoint = tmp_path / "checkpoint"
     trained(checkpoint, seconds=1e9)
     monkeypatch.setattr(Trainer, "train_step", lambda *_: pytest.fail("trained again"))
@@ -156,5 +156,5 @@ def test_a_disk_that_fills_up_stops_nothing_and_is_told_once(tmp_path, undisturb
     monkeypatch.undo()
     task, accelerator = make_task(), make_accelerator()
     trainer = Trainer(make_head(), task, RECIPE, accelerator, checkpoint, 0)
-    assert trainer.progress.step == 3  # the last that could be written
+    assert trainer.progress.step == 3  # the last step whose checkpoint could be written
     assert torch.equal(trained(checkpoint), undisturbed)

@@ -18,7 +18,7 @@ DEPTH, D_EMB = 2, 8
 
 
 class Memory:
-    """Hidden states that are simply there."""
+    """A source of hidden states that are in memory."""
 
     position_bytes = DEPTH * D_EMB * 4
 
@@ -32,7 +32,7 @@ class Memory:
 
 
 def make_task(n=60, n_cls=3, n_valid=15, **options):
-    """Samples whose class shows in one coordinate of their vectors."""
+    """Return samples whose class determines one coordinate of their vectors."""
     generator = torch.Generator().manual_seed(5)
     states, classes = [], torch.arange(n) % n_cls
     for k in range(n):
@@ -59,7 +59,7 @@ def weights_after(recipe, task=None, before=0, **options):
 def test_it_learns():
     task = make_task(n=300, n_valid=60)
     head = make_head()
-    # The class shows in one feature, which must stay.
+    # The class is in a single feature, which must not be dropped.
     recipe = Recipe(max_epochs=8, lr=1e-2, batch_size=16, drop_inputs=0.5, drop_features=0.0)
     history, kept, _ = train(head, task, recipe)
     assert len(history) <= 8
@@ -67,7 +67,7 @@ def test_it_learns():
     hidden, mask = task.features.batch(task.valid, torch.device("cpu"))
     right = task.right(head(hidden, mask), task.targets[task.valid]).mean().item()
     assert right > 0.8
-    # What is left in the head are the running means of the weights, as they were validated.
+    # At the end, the head holds the running means of the weights, which were validated.
     assert right == pytest.approx(history[kept]["valid_accuracy"])
 
 
@@ -111,7 +111,7 @@ def test_it_goes_on_after_a_stop_to_the_same_weights(stop_at, tmp_path, monkeypa
     assert len(done) + len(resumed) == 18
     assert torch.equal(weights, undisturbed[1])
     assert history == undisturbed[0]
-    # Once more, with nothing left to do.
+    # Run again, with nothing left to do.
     assert torch.equal(weights_after(recipe, checkpoint=checkpoint)[1], weights)
 
 
@@ -218,7 +218,7 @@ def test_inputs_are_dropped_but_never_all(share):
     assert not (keep & ~mask[..., None]).any()
     n_used, n_kept = 3 * mask.sum(1), keep.sum((1, 2))
     assert n_kept.tolist() == [max(1, round((1 - share) * n)) for n in n_used.tolist()]
-    if share:  # another time others
+    if share:  # another call drops other inputs
         assert not torch.equal(keep, drop_inputs(mask, 3, share, seeded(1)))
 
 
@@ -243,7 +243,7 @@ def test_inputs_that_are_left_out_cost_nothing(lengths):
 
 
 class Scored(torch.nn.Module):
-    """A routing head that training does not know as one: it gets all hidden states and a mask."""
+    """A head that training does not treat as a routing head: it gets all hidden states and a mask."""
 
     def __init__(self):
         super().__init__()
@@ -324,7 +324,7 @@ def test_every_member_drops_inputs_of_its_own(mixup):
 
 
 def test_members_learn_side_by_side_what_they_learn_alone(monkeypatch):
-    """Without dropped inputs, and without clipping, which looks at all members together."""
+    """Test without dropped inputs, and without clipping, because clipping uses all members together."""
     monkeypatch.setattr(loop, "CLIP_NORM", 1e9)
     recipe = Recipe(max_epochs=1, batch_size=8, drop_inputs=0.0, drop_features=0.0)
     head = make_head(n_members=2)

@@ -121,7 +121,7 @@ def make_estimate(
 
 
 def interval(right: int, n: int, method: str) -> tuple[float, float]:
-    """Return the interval (Wilson) of the accuracy on new samples, if so many of n tested samples were right.
+    """Return the Wilson interval of the accuracy on new samples, if ``right`` of n tested samples were right.
 
     In cross-validation, the tested heads learned from two thirds of the samples. They share samples, so their
     mistakes are not independent: the interval is as wide as for two thirds of the samples. And the classifier

@@ -47,11 +47,11 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         class_weight: None, "balanced", or a dict by label.
         multi_label: True if a text may have any number of labels. Then y is a collection of labels for each
             text, or a table of zeros and ones, and ``predict`` returns such a table.
-        calibrate: True to fit a temperature T, so that probabilities are as sure as the classifier is right.
-            They are softmax(scores / T), or sigmoid(scores / T) if multi_label=True. False means T = 1.
-        estimate: True to tell how good the classifier is, as ``estimate_``. Both use the validation texts.
-            Without validation, ``fit`` trains three more heads, each on two thirds of the texts, and tests
-            them on the rest, which takes about twice the time of the head.
+        calibrate: True to fit a temperature T, so that probabilities agree with the accuracy. They are
+            softmax(scores / T), or sigmoid(scores / T) if multi_label=True. False means T = 1.
+        estimate: True to estimate the accuracy on new texts, as ``estimate_``. T and the estimate come from
+            the validation texts. Without validation, ``fit`` trains three more heads, each on two thirds of
+            the texts, and tests each on the rest. This takes about twice the time of training the head.
         keep_examples: True to store three of the texts with the classifier, as ``examples_``.
         cache: where to store hidden states: True for the user's cache folder, a folder, or False for nowhere.
         cache_bytes: size limit of that folder.
@@ -211,7 +211,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             y: a label for each text, or None if X is a data frame or dataset with labels.
 
         Raises:
-            ValueError: multi_label=True, or another number of labels than of texts.
+            ValueError: multi_label=True, or the numbers of labels and of texts differ.
         """
         from vecroute.training.evaluation import evaluate
 
@@ -242,7 +242,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
 
     @property
     def _n_features_out(self) -> int:
-        """k of ``transform``, from which ``get_feature_names_out`` makes names."""
+        """The size k of a vector of ``transform``. ``get_feature_names_out`` makes k names."""
         check_is_fitted(self)
         return n_vector(self.head_)
 
@@ -292,7 +292,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         """Yield the explanation of each text in order, as ``explain`` makes it, in batches of similar length.
 
         Only some texts and their explanations are in memory at a time, so X may be an endless generator.
-        Arguments are those of ``explain``; X has several texts.
+        The arguments are the same as in ``explain``, but X has several texts.
         """
         from vecroute.classifier.explaining import explain_iter
 
@@ -341,8 +341,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             device, verbose: as in the constructor.
 
         Raises:
-            ValueError: a file is missing or damaged, weights are NaN or infinite, the encoder is missing, or
-                it is not the encoder of the training.
+            ValueError: a file is missing or damaged, weights are NaN or infinite, or the encoder is missing
+                or is not the one that was used in training.
         """
         from vecroute.classifier.hub import find
         from vecroute.classifier.saving import load_classifier

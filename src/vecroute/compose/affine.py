@@ -16,7 +16,7 @@ from vecroute.layers.general import call_network
 from vecroute.ops.common import compute_dtype, normalize
 from vecroute.ops.group import total
 
-# (x, unit) -> x_out. The bias of the votes of input i is multiplied by unit_i [..., i], by 1 if it is None.
+# (x, unit) -> x_out. The map multiplies the bias of the votes of input i by unit_i, [..., i]. None means 1.
 Affine = Callable[[Tensor, Tensor | None], Tensor]
 
 
@@ -26,8 +26,8 @@ def hold(parts: list[Affine], module: nn.Module, x: Tensor, masks: Masks) -> Ten
     Args:
         parts: the list to which the affine map is appended.
         module: a ``PerVector``, a routing, or a module of standard operations.
-        x: [..., i, d] its input.
-        masks: masks of its input.
+        x: [..., i, d] the input of the module.
+        masks: the masks of x.
 
     Raises:
         ValueError: the module is not affine, once its gates and scales are held.
@@ -84,7 +84,7 @@ def _hold_module(module: Callable[..., Tensor], x: Tensor, masks: Masks) -> tupl
 
 
 def _stop_gradients_of_nothing(x: Tensor, x_out: Tensor) -> None:
-    """Set the gradient of an input to 0, even if it is NaN, if nothing depends on its output [..., i, h]."""
+    """Set the gradients of inputs to 0, even if they are NaN, if nothing uses their outputs [..., i, h]."""
     if not (x.requires_grad and x_out.requires_grad):
         return
     counts = {}
@@ -97,7 +97,7 @@ def _stop_gradients_of_nothing(x: Tensor, x_out: Tensor) -> None:
 
 
 def _in_some_pair(masks: Masks) -> Tensor | None:
-    """Return True [..., i] at inputs that are used and have a used pair; None if all do."""
+    """Return a mask [..., i] of the used inputs that have a used pair, or None if all inputs have one."""
     if masks.pair_mask is None:
         return masks.input_mask
     paired = masks.pair_mask.bool().any(-1)  # [..., i]

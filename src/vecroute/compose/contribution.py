@@ -20,10 +20,10 @@ from vecroute.storage import load_tensors, require, save_tensors
 
 
 class Contributions(NamedTuple):
-    """values.sum(-1) + base = output, for one scalar output, or for several in the dimensions before i.
+    """What each input adds to the outputs of a network, so that values.sum(-1) + base = output.
 
-    ``values`` is [..., i] for one output, [..., j, i] for all of them; [..., h, i] and [..., j, h, i] where
-    outputs are vectors. The others have the same dimensions without i.
+    ``values`` is [..., i] for one output and [..., j, i] for all outputs. If outputs are vectors, it is
+    [..., h, i] or [..., j, h, i]. The other fields have the same dimensions without i.
     """
 
     values: Tensor  # [..., i] what each input adds to the output
@@ -91,9 +91,9 @@ def contributions(
         output = base + sum_i values_i
 
     ``values_i`` is the gradient times x_i, and ``base`` is the output at x = 0. Both hold phi, attention
-    weights, scales and gates fixed as they are at x. It takes one forward pass, one pass of the affine
-    network at x = 0, and one backward pass for each requested output; no graph is kept. The sum is exact to
-    rounding, 1e-5 in float32 outside of autocast.
+    weights, scales and gates fixed as they are at x. The function runs one forward pass, one pass of the
+    affine network at x = 0, and one backward pass for each requested output. It keeps no graph. The sum is
+    exact up to rounding: 1e-5 in float32 without autocast.
 
     Args:
         network: a routing; routings and other modules composed with ``Sequential``, ``Residual``, ``Sum`` or
@@ -103,9 +103,9 @@ def contributions(
         x_inp: [..., i, d], or a tuple if the network takes one. Inputs of a tuple are concatenated over i.
         output: the output j, one for all samples or a tensor [...] with one for each; None for all outputs.
         margin: an output to subtract, for the margin between two.
-        bias: where the bias of the first routing's votes goes, sum_i phi_ij B_F2_jh: "base", or "votes" to
-            give each input its own part, phi_ij B_F2_jh.
-        input_mask, pair_mask: as in ``forward``; unused inputs contribute 0.
+        bias: how to count the bias of the first routing's votes, sum_i phi_ij B_F2_jh. "base" adds it to the
+            base. "votes" adds to each input its own part, phi_ij B_F2_jh.
+        input_mask, pair_mask: masks, as in ``forward``. Unused inputs contribute 0.
 
     Raises:
         TypeError: a part of the network is a ``MatrixRouting``, or not a module.
@@ -126,7 +126,7 @@ def contributions(
 
 
 def check_complete(name: str, error: Tensor, dtype: torch.dtype) -> None:
-    """Raise if contributions miss the output by more than rounding: the rules did not see an operation."""
+    """Raise if contributions miss the output by more than rounding. Then the rules missed an operation."""
     if not error.numel() or error.max() <= torch.finfo(dtype).eps ** 0.5:
         return
     raise ValueError(
@@ -149,9 +149,10 @@ def completeness_error(values: Tensor, base: Tensor, output: Tensor, group: str 
 
 
 def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Sequence[Tensor]) -> Tensor:
-    """Return sum_d x_id (gradient of target)_id, plus the gradient of its unit if it has one, [..., i].
+    """Return the gradient of the target times x, summed over d, for each input, [..., i].
 
-    It takes one backward pass for each element of the target of one sample.
+    If the inputs have units, add the gradients of the units. The function runs one backward pass for each
+    element of the target of one sample.
     """
     batch = inputs[0].shape[:-2]
     targets = target.reshape(*batch, -1)  # [..., k]
@@ -170,7 +171,7 @@ def _gradient_times_input(target: Tensor, inputs: Sequence[Tensor], units: Seque
         for position, gradient in enumerate(gradients[len(inputs) :]):
             row[position] = row[position] + gradient  # [..., i]
         rows.append(torch.cat(row, -1))  # [..., i]
-    return torch.stack(rows, -2).reshape(*target.shape, -1)  # [..., k, i] as the target is, then i
+    return torch.stack(rows, -2).reshape(*target.shape, -1)  # [*target.shape, i]
 
 
 def select(x_out: Tensor, output: int | Tensor | None, margin: int | Tensor | None) -> Tensor:

@@ -50,7 +50,7 @@ class Credit:
 
     @property
     def shape(self) -> torch.Size:
-        """[..., n_inp, n_out]."""
+        """The shape [..., n_inp, n_out]."""
         return torch.Size(self.factor.shape)
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class Credit:
 
         Args:
             index: [i] or [..., i] the group of each input, from 0. A negative number leaves the input out.
-            n: number of groups. None: one more than the largest index.
+            n: number of groups, None for one more than the largest index.
 
         Returns:
             Credit [..., n, j] whose inputs are the groups. A group counts as used if one of its inputs is.
@@ -121,7 +121,7 @@ class Credit:
         peak = torch.stack([greatest(columns(j)) for j in starts]).amax(0)  # [..., 1, 1]
         if self.group:
             all_reduce(self.group, peak, torch.distributed.ReduceOp.MAX)
-        # Divided by the peak, no square can overflow or underflow.
+        # After division by the peak, no square can overflow or underflow.
         peak = peak.where(peak > 0, 1.0)  # [..., 1, 1]
         sums = torch.zeros_like(peak)  # [..., 1, 1]
         for j in starts:
@@ -191,7 +191,7 @@ class Credit:
         if self.input_mask is not None:
             used = used * self.input_mask[..., None]  # [..., i, 1]
         n_pairs = used.sum((-2, -1), keepdim=True).clamp(min=1) * b.shape[-1]  # [..., 1, 1]
-        # Divided by their greatest elements, a and b have no square that overflows or underflows.
+        # After division by the greatest elements, no square in a or b can overflow or underflow.
         scales = [greatest(t).where(greatest(t) > 0, 1.0) for t in (a, b)]  # [..., 1, 1] each
         a, b = a * used / scales[0], b / scales[1]  # [..., i, k], [..., k, j]
         mean = a.sum(-2, keepdim=True) @ b.sum(-1, keepdim=True) / n_pairs  # [..., 1, 1]

@@ -63,7 +63,7 @@ class Matrix(Factor):
 
 
 class Diagonal(Factor):
-    """A diagonal matrix, given by its diagonal [..., i]. Modules that do not mix vectors have ones."""
+    """A diagonal matrix, given by its diagonal [..., i]: ones, for a module that does not mix vectors."""
 
     def __init__(self, diagonal: Tensor):
         self.diagonal, self.like = diagonal, diagonal
@@ -186,7 +186,8 @@ def multiply(chain: Sequence[Factor | Tensor]) -> Tensor:
 def divided(factor: Factor, divisor: Tensor) -> Factor:
     """Divide a factor by one number per sample, [..., 1, 1], and keep its dtype.
 
-    The last factor of a product is divided, not multiplied by 1 / divisor, which may overflow in its dtype.
+    In a product, only the last factor is divided. It is not multiplied by 1 / divisor, because that number
+    may overflow in the dtype of the factor.
     """
     if isinstance(factor, Product):
         return Product([*factor.factors[:-1], divided(factor.factors[-1], divisor)])
@@ -200,7 +201,7 @@ def divided(factor: Factor, divisor: Tensor) -> Factor:
 
 
 def pack(factor: Factor, tensors: dict[str, Tensor]) -> list:
-    """Describe a factor in JSON types, and add its tensors to ``tensors`` under the names it mentions."""
+    """Describe a factor in JSON types, and add its tensors to ``tensors`` under names that it mentions."""
     if isinstance(factor, Product):
         return ["product", [pack(part, tensors) for part in factor.factors]]
     if isinstance(factor, Blocks):

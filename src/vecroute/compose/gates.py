@@ -1,12 +1,12 @@
 """Hold the gates and scales of a module fixed, so that it becomes affine in its input.
 
-An activation such as GELU is its argument times a gate, f(u) = (f(u) / u) u; a normalisation is a linear map
-times a scale; attention is a mean with weights; a sigmoid or a softmax is a gate by itself. Run under
-``Gates``, a module computes what it always computes, but its gradient sees gates, weights and scales as
-constants; run again, on another input, it keeps them.
+An activation such as GELU is its argument times a gate, f(u) = (f(u) / u) u. A normalisation is a linear map
+times a scale. Attention is a weighted mean. A sigmoid or a softmax is itself a gate. A module that runs under
+``Gates`` returns its usual result, but its gradient treats gates, weights and scales as constants. If it runs
+again on another input, it uses the same gates, weights and scales.
 
 Every tensor that depends on x carries a mark. If a tensor is neither affine in x nor held fixed, its mark is
-the name of the operation that made it. That is no error if the tensor ends in a gate, like the scores of
+the name of the operation that made it. This is allowed if the tensor ends in a gate, like the scores of
 attention.
 """
 
@@ -58,7 +58,7 @@ class Gates(TorchFunctionMode):
         return x_out
 
     def run_from_source(self, module: Callable[[], Any], x: Tensor | None = None) -> Any:
-        """Do the same for a module that computes x itself, from the ``source``. Later runs pass x."""
+        """Do the same as ``run`` for a module that computes x itself, from ``source``. Later runs pass x."""
         self.given, self.met = x, 0
         with self:
             x_out = module()
@@ -192,7 +192,7 @@ def _mark_of_product(plain: str, args: tuple, marks: list[str], moving: list[str
 
 
 def held_factor(plain: str, args: tuple) -> int | None:
-    """Return which of two factors that depend on x is held as a gate; None if there is no such pair."""
+    """If both factors of a product depend on x, return which one is held as a gate, 0 or 1; else None."""
     if plain != "mul":
         return None
     marks = [_marks((arg,), {}) for arg in args[:2]]
@@ -217,7 +217,7 @@ def check_affine_marks(out: Any, *, or_held: bool = False) -> None:
 
 @contextmanager
 def split_of(name: str) -> Iterator[None]:
-    """Let errors inside name the module that cannot be split into contributions."""
+    """Name the module that cannot be split into contributions in the errors raised inside."""
     try:
         yield
     except NotAffine as error:

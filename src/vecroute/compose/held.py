@@ -21,7 +21,7 @@ from vecroute.compose.modules import (
 
 
 class Held:
-    """A network run once: its output, with the gradient of its affine map at these inputs.
+    """One run of a network: its output, with the gradient of the affine map at these inputs.
 
     Args:
         network: see ``contributions``.
@@ -31,7 +31,7 @@ class Held:
 
     Attributes:
         inputs: [..., i, d] each, leaves of the graph.
-        units: [..., i] each, the factors of those biases; none unless ``votes``.
+        units: [..., i] each, the factors of the biases of votes; empty unless ``votes``.
         x_out: [..., j, h].
         group: name of the group of ranks that share the inputs, "" for none.
         foreign: True if there are parts other than routings and their compositions.

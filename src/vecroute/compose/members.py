@@ -11,7 +11,7 @@ from vecroute.compose.modules import Network, Sequential, Visit, after, check_on
 
 
 class Each(Network, nn.ModuleList):
-    """One routing for each member: [k, ..., i, d] -> [k, ..., j, h], the member first.
+    """One routing for each member, [k, ..., i, d] -> [k, ..., j, h]. The first dimension counts members.
 
     Args:
         routings: k layers of the same sizes.
@@ -37,11 +37,11 @@ class Members(Sequential):
 
         x_out = 1 / k sum_m x_out_m,    phi = 1 / k sum_m phi_m
 
-    The parts take and return a dimension of members first, [k, ..., i, d]: modules with k sets of weights in
-    ``PerVector``, and routings in ``Each``.
+    The parts take and return [k, ..., i, d], with members in the first dimension. Parts are modules with k
+    sets of weights in ``PerVector``, and routings in ``Each``.
 
     Args:
-        parts: in their order. One of them at least is an ``Each``.
+        parts: the parts in order, at least one of them an ``Each``.
     """
 
     def __init__(self, *parts: nn.Module):
@@ -64,7 +64,7 @@ def member_of(factor: Factor, m: int) -> Factor:
 
 
 def masks_of_members(masks: Masks, x: Tensor) -> list[Masks]:
-    """Return the masks of each member, given the masks for x [k, ..., i, d], whose batch may be smaller."""
+    """Return the masks of each member, given masks that can be broadcast to x [k, ..., i, d]."""
     sizes = {"input_mask": (), "pair_mask": () if masks.pair_mask is None else masks.pair_mask.shape[-1:]}
     sizes |= {"unit": ()}
     each = {

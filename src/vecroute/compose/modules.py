@@ -156,7 +156,9 @@ class Sequential(Network, nn.Sequential):
 
 
 class Residual(Network):
-    """x + routing(x): phi = I + phi_routing (Appendix A, "In Residual Routings"), 0 for unused inputs.
+    """Compute x + routing(x), with phi = I + phi_routing (Appendix A, "In Residual Routings").
+
+    Unused inputs have phi = 0.
 
     Args:
         routing: a module whose output has the shape of its input.
@@ -263,12 +265,12 @@ class Head(nn.Module):
     def flatten(
         self, hidden_states: Tensor, input_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what the network takes: x_inp [..., i, d] and its mask [..., i]."""
+        """Return the inputs of the network: x_inp [..., i, d], and its mask [..., i] or None."""
         raise NotImplementedError
 
 
 class NetworkHead(Head):
-    """A head whose network is one of routings."""
+    """A head whose ``network`` consists of routings."""
 
     network: Network
 
@@ -285,13 +287,13 @@ def group_of(network: Any) -> str:
 
 
 def checked_group_of(network: nn.Module) -> str:
-    """Return the same group, but "" if a layer has ``check_ranks=False``."""
+    """Return ``group_of(network)``, but "" if a layer has ``check_ranks=False``."""
     checked = all(part.check_ranks for part in network.modules() if isinstance(part, VectorRouting))
     return group_of(network) if checked else ""
 
 
 def check_network(network: nn.Module, name: str = "network") -> None:
-    """Raise unless the network consists of routings and compositions only. The error names the other part."""
+    """Raise unless the network consists only of routings and compositions. The error names the bad part."""
     if isinstance(network, PerVector | VectorRouting | GeneralRouting):
         return
     if isinstance(network, MatrixRouting):
@@ -308,7 +310,7 @@ def check_network(network: nn.Module, name: str = "network") -> None:
 
 
 def check_parts(network: Any, name: str = "network") -> None:
-    """Raise unless the network consists of modules that may have contributions. The error names the part."""
+    """Raise unless all parts of the network may have contributions. The error names the bad part."""
     if isinstance(network, MatrixRouting):
         raise TypeError(f"{name} is a MatrixRouting, which routes matrices: only vectors have credit here")
     if not callable(network):
@@ -378,7 +380,7 @@ def _route(module: nn.Module, x: Any, masks: Any) -> tuple[Tensor, Factor]:
 
 
 def check_independent_votes(layer: GeneralRouting, x: Tensor) -> None:
-    """Raise if the votes of an input depend on other inputs. Test F if the layer does not declare it."""
+    """Raise if the votes of an input depend on other inputs. If the layer does not declare it, test F."""
     name = f"F ({module_name(layer.F)}) of GeneralRouting"
     if layer.independent_votes is None:
         check_independent(name, layer.F, x, layer.probed)

@@ -14,15 +14,16 @@ N_PROBE = 64
 
 
 def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probed: set) -> None:
-    """Raise if an output vector of the module depends on another input vector than its own.
+    """Raise if an output vector of the module depends on any input vector but its own.
 
     NaN in a vector reaches everything that is computed from it, for all weights. So it may appear only in the
-    output of that vector. The vectors of all samples are numbered, and each run sets the vectors to NaN whose
-    number has a certain bit. Two numbers differ in at least one bit, so some run poisons only one of the two.
+    output of that vector. The probe numbers the vectors of all samples. Each run fills the vectors whose
+    number has a certain bit with NaN. Two numbers differ in at least one bit, so in some run only one of the
+    two vectors is NaN.
 
     Args:
         name: name of the module in the error.
-        module: [..., i, d] -> [..., i, and any more].
+        module: [..., i, d] -> [..., i, any further dimensions].
         x: [..., i, d] tells the number, size, dtype and device of the vectors.
         probed: the set that remembers which modules passed.
     """
@@ -48,7 +49,8 @@ def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, 
 def check_affine(name: str, module: Callable[[Tensor], Tensor], x: Tensor, probed: set) -> None:
     """Raise unless the module is affine once its gates and scales are held.
 
-    The probe adds noise to the parameters, so that zeros among them hide nothing. Arguments as above.
+    The probe adds noise to the parameters, so that zeros among them hide nothing. The arguments are the same
+    as in ``check_independent``.
     """
     if not x.shape[:-1].numel() or _key("affine", module, x) in probed:
         return
@@ -96,7 +98,7 @@ def precision(x: Tensor) -> torch.dtype:
 
 
 def _vectors(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return positive vectors [..., n, d] like x [..., i, d], in a number that the module takes.
+    """Return positive vectors [..., n, d] like x [..., i, d], with a number n that the module accepts.
 
     Try at most N_PROBE vectors and two samples along each batch dimension first, and the shape of x last.
     """
@@ -111,7 +113,7 @@ def _vectors(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         try:
             _call(module, vectors)
             break
-        except Exception:  # for example a table of positions of another length
+        except Exception:  # for example, a table of positions has another length
             if size == sizes[-1]:
                 raise
     return vectors

@@ -47,7 +47,7 @@ def with_value(value: Tensor, affine: Tensor) -> Tensor:
 
 
 def gated(func, input, *args, **kwargs):
-    """Write f(u) as gate u, for f(0) = 0. At u = 0 the gate is the slope."""
+    """Write f(u) as gate * u, for a function with f(0) = 0. At u = 0 the gate is the slope of f."""
     with torch.no_grad():
         zero = input == 0
         u = input.masked_fill(zero, 1e-6)
@@ -128,9 +128,9 @@ def glu(func, input, dim=-1):
 
 
 def attention(func, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
-    """Hold query, key and mask fixed, which determine the weights. Attention is then a mean of the values.
+    """Hold the weights fixed, by holding query, key and mask. Attention is then a mean of the values.
 
-    The weights themselves are never stored, with any kernel.
+    The weights themselves are never stored, whichever kernel runs.
     """
     if dropout_p:
         raise NotAffine("dropout in scaled_dot_product_attention, which .eval() turns off,")
@@ -227,19 +227,20 @@ RULES: dict[str, Rule] = {
 }
 RANDOM = _names("dropout dropout1d dropout2d dropout3d rrelu")
 
-# Gates by themselves, scales of hand-written normalisations, and tensors that the user detached.
+# The results of these are held fixed: gates, scales of hand-written normalisations, and detached tensors.
 CONSTANT = _names("""
     sigmoid hardsigmoid softmax sqrt rsqrt std norm linalg_norm linalg_vector_norm logsumexp detach data
 """)
 
-# Linear in each argument alone, so affine if only one argument depends on x. Some add their first argument.
+# These are linear in each argument alone, so they are affine if only one argument depends on x. Those in
+# WITH_SUMMAND also add their first argument.
 WITH_SUMMAND = _names("addmm baddbmm addmv")
 MULTILINEAR = WITH_SUMMAND | _names("""
     mul div matmul bmm mm mv dot linear einsum outer inner tensordot bilinear
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d
 """)
 
-# Affine in all arguments together. Indices, masks and sizes do not depend on x, or they are held.
+# These are affine in all arguments together. Indices, masks and sizes do not depend on x, or they are held.
 SUMS = _names("""
     sum mean cumsum avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d interpolate
 """)

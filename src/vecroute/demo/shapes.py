@@ -139,7 +139,7 @@ def read(folder: Path) -> Samples:
 def pointing(classifier: RoutingClassifier, test: Samples) -> dict[str, Any]:
     """Measure the share of positive contributions that lies on the shape, and the share of patches it covers.
 
-    Takes the first test images, equally many of each shape.
+    Takes the first test images, the same number of each shape.
     """
     order = sorted(range(len(test.items)), key=lambda k: Path(test.items[k].name).name)[:N_POINTED]
     on_shape, covered = [], []

@@ -35,10 +35,10 @@ class Segment(NamedTuple):
 
 
 class FileVectors:
-    """Vectors in files, row after row. Files are read, not memory-mapped: a mapped file that shrinks crashes.
+    """Vectors in files, row after row. Files are not memory-mapped, because a mapped file must not shrink.
 
-    Vectors larger than half of the machine's memory bypass the system's cache (O_DIRECT). The next pass would
-    not find them there anyway, and the system would spend as much time on its cache as routing takes.
+    Vectors larger than half of the machine's memory bypass the system's cache (O_DIRECT). The cache could not
+    hold them until the next pass, and the system would spend as much time on its cache as routing takes.
 
     Raises:
         ValueError: a file is shorter than its header says, or has changed since it was opened.
@@ -61,7 +61,7 @@ class FileVectors:
                 )
 
     def chunks(self, rows: int, pinned: bool = False) -> Generator[Tensor]:
-        """Yield chunks [at most rows, d], and read the next ones meanwhile. Each is valid until the next."""
+        """Yield chunks [at most rows, d], and read ahead meanwhile. A chunk is valid until the next one."""
         most = min(rows, max(self.n_inp, 1)) * self.row_bytes
         buffers = cycle([aligned(most + 2 * BLOCK, pinned) for _ in range(BUFFERS[pinned])])
         reads: deque[Future[Tensor]] = deque()
@@ -151,7 +151,7 @@ class told:
 
 
 def memory_bytes() -> int:
-    """Of the machine."""
+    """Return the size of the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -174,7 +174,10 @@ def npy_head(path: Path) -> tuple[int, list[int], torch.dtype]:
 
 
 def safetensors_head(path: Path, name: str | None) -> tuple[int, list[int], torch.dtype]:
-    """Return the same for a tensor in a safetensors file: 8 bytes of length, JSON of that length, numbers."""
+    """Do the same as ``npy_head`` for a tensor in a safetensors file.
+
+    Such a file has 8 bytes with the length of a JSON header, then the header, then the numbers.
+    """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
@@ -219,8 +222,8 @@ class Stamp(NamedTuple):
     """A fingerprint of a file, to notice that it changed between two passes.
 
     A program can write to a file and then restore its modification time, but not ``st_ctime``. Systems
-    update ``st_ctime`` in steps of a few milliseconds. Within one step, a checksum of the first and last
-    bytes helps.
+    update ``st_ctime`` in steps of a few milliseconds. A checksum of the first and last bytes can reveal a
+    change within one step.
     """
 
     size: int

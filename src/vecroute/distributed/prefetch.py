@@ -32,7 +32,7 @@ def by_a_thread(vectors: Vectors, rows: int, pinned: bool) -> Generator[Tensor]:
 
 
 def copied(chunks: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Copy chunks from pinned memory to a GPU on a separate stream. At most two are there at a time."""
+    """Copy chunks from pinned memory to a GPU on a separate stream. The GPU holds at most two at a time."""
     copies, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     before: torch.cuda.Event | None = None  # marks the end of the work on the previous chunk
     for chunk in chunks:

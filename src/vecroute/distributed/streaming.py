@@ -38,12 +38,12 @@ READ_CHUNKS = {"cpu": 4, "cuda": 1}  # chunks per read, so that threads synchron
 def stream(network: nn.Module, x_inp: Any, *, rows: int | None = None) -> Tensor:
     """Route vectors that need not fit in memory.
 
-    The forward pass reads the file once per iteration. The backward pass does so again, and computes the
-    gradient of every parameter of the network. The vectors have no gradient.
+    The forward pass reads the file once per iteration, and so does the backward pass. The backward pass
+    computes the gradient of every parameter of the network, but no gradient of the vectors.
 
     Args:
-        network: a ``VectorRouting`` with n_inp=None, or a ``Sequential`` of per-vector modules, such a layer,
-            and any further modules. After ``shard_inputs`` each rank streams its own vectors.
+        network: a ``VectorRouting`` with n_inp=None, or a ``Sequential``: first any per-vector modules, then
+            such a layer, then any other modules. After ``shard_inputs`` each rank streams its own vectors.
         x_inp: anything that ``open_vectors`` accepts.
         rows: rows of a chunk. None means about 8 MB on a CPU and 128 MB on a GPU.
 
@@ -79,7 +79,7 @@ def stream_credit(
         x_out [n_out, d_out].
 
     Raises:
-        ValueError, TypeError: as ``stream``, or an output does not exist.
+        ValueError, TypeError: as in ``stream``, or an output does not exist.
         OSError: the file cannot be written.
     """
     run = Streamed(network, x_inp, rows)
@@ -108,7 +108,7 @@ class State(NamedTuple):
 
 
 class Streamed:
-    """A network whose first routing is streamed over vectors, after the per-vector modules before it."""
+    """A network that streams vectors through its first routing and the per-vector modules before it."""
 
     def __init__(self, network: nn.Module, x_inp: Any, rows: int | None):
         parts = list(network) if isinstance(network, Sequential) else [network]
@@ -135,7 +135,7 @@ class Streamed:
             check_size("rows", rows, none_means="chosen by size")
             alike |= {"d_inp": self.vectors.d_inp, "dtype of x_inp": self.vectors.dtype}
         self.dtype, self.device, kind = layer.W_F2.dtype, layer.W_F2.device, layer.W_F2.device.type
-        # The backward pass must round products and run the modules as the present autocast setting says.
+        # The backward pass must use the present autocast setting, for products and for modules.
         self.rounded = product_dtype(layer.W_F2)
         self.autocast: dict[str, Any] = {
             "dtype": torch.get_autocast_dtype(kind),
@@ -165,7 +165,7 @@ class Streamed:
         return x_out
 
     def credit_of_rest(self, x_out: Tensor, columns: list[int]) -> tuple[Tensor, Tensor]:
-        """Return x_out of the network, and the credit [j, len(columns)] of the routing's outputs for it."""
+        """Return x_out of the network, and the credit [j, k] of the routing's outputs for k columns of it."""
         routed = Routed(*Sequential(*self.after).route(x_out))
         return routed.x_out, torch.stack([routed.phi.column(j) for j in columns], -1)
 
@@ -180,7 +180,7 @@ class Streamed:
         return Problem(x, w, None, self.sqrt_n_inp, None, plan)
 
     def chunks(self) -> Generator[Tensor]:
-        """Yield the chunks of one pass, [i, d], in the dtype of the layer. Each is valid until the next."""
+        """Yield the chunks of one pass, [i, d], in the layer's dtype. A chunk is valid until the next one."""
         shape = min(self.rows, self.vectors.n_inp), self.vectors.d_inp
         # One buffer for all chunks: allocating memory for each chunk would take longer than writing to it.
         room = torch.empty(shape, dtype=self.dtype, device=self.device)  # [rows, d]
@@ -216,7 +216,7 @@ class Streamed:
         return y, s
 
     def last_pass(self, see_phi: Callable[[Tensor], None]) -> None:
-        """Repeat the pass of the last iteration."""
+        """Repeat the pass of the last iteration, and give the phi [i, j] of each chunk to see_phi."""
         weights = [w for w in self.layer.weights() if w is not None]
         with without_autocast(self.layer.W_F2):
             self.forward_pass(weights, self.M, see_phi)
@@ -269,7 +269,7 @@ class Streamed:
         return x_out, State(torch.stack(ys), torch.stack(ss), *stacked)
 
     def backward(self, weights: Sequence[Tensor], state: State, grad: Tensor) -> tuple[Grads, list[Tensor]]:
-        """Return the gradients of the weights by name, and of the trained parameters before the routing."""
+        """Return the gradients of the weights by name, and of the parameters before the routing."""
         p = self.problem(self.sqrt_n_inp.new_empty(1, 0, self.layer.d_inp, dtype=self.dtype), weights)
         grads = Grads()
         trained = [torch.zeros_like(parameter) for parameter in self.trained]

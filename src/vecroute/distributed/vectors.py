@@ -153,7 +153,7 @@ def open_vectors(
         name: name of the tensor in .safetensors files or of the column in .parquet files. None if there is
             only one.
         d_inp, dtype: vector size and dtype of a raw file.
-        n_inp: number of vectors of an iterable. None counts them first.
+        n_inp: number of vectors of an iterable, None to count them first.
 
     Raises:
         ValueError, TypeError: the source is of another kind, or a file is missing, truncated or damaged.

@@ -1,4 +1,4 @@
-"""A cache of hidden states on disk, which several processes may share and which survives being killed."""
+"""A cache of hidden states on disk. Several processes may share it, and each of them may be killed."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ ABANDONED_AFTER = 3600  # seconds after which a temporary file must belong to a 
 
 
 def default_folder() -> Path:
-    """``$VECROUTE_CACHE``, else ``vecroute`` in the user's cache folder."""
+    """Return ``$VECROUTE_CACHE``, or ``vecroute`` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("VECROUTE_CACHE") or Path(base) / "vecroute")
 
@@ -267,7 +267,7 @@ class Features:
         missing = [k for k in dict.fromkeys(which) if k not in found]
         for k, hidden in self._encode([self.texts[k] for k in missing]):
             found[missing[k]] = hidden  # [n_pos, depth, d_emb]
-        # Copy them as stored. Half precision is half of the work, and training may drop many of them.
+        # Copy hidden states as stored. Half precision is half of the work, and training may drop many.
         dtype = functools.reduce(torch.promote_types, {hidden.dtype for hidden in found.values()})
         where = self.encoder.device if missing else torch.device("cpu")
         padded = pad_sequence([found[k].to(where, dtype) for k in which], batch_first=True)
@@ -302,7 +302,8 @@ def same_shapes(lengths: Sequence[int], filled: int | None) -> Iterator[list[int
 
     Args:
         lengths: the length of each row.
-        filled: repeat rows, last in each group, until it has about this many positions. None: no repeats.
+        filled: repeat rows at the end of each group until the group has about this many positions, None for
+            no repeated rows.
     """
     by_length: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
@@ -315,7 +316,7 @@ def same_shapes(lengths: Sequence[int], filled: int | None) -> Iterator[list[int
 
 
 def windows(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Group neighbours so that the sizes of a group sum to at most the limit. A larger one is alone."""
+    """Group neighbours so that the sizes of a group sum to at most the limit. A larger item is alone."""
     group: list[int] = []
     total = 0
     for k, size in enumerate(sizes):

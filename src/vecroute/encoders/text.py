@@ -69,7 +69,7 @@ class TextEncoder:
         model: "minilm", a name on the Hugging Face hub, a folder, or a loaded model (frozen in place).
         tokenizer: a loaded tokenizer, None for the tokenizer of the model.
         depths: the hidden states to return: 0 for the embeddings, negative from the end, None for all.
-        max_length: positions per chunk, including special tokens. None for as many as the encoder takes.
+        max_length: positions per chunk, including special tokens, None for the limit of the encoder.
         stride: number of tokens that neighbouring chunks share.
         special_tokens: True to route the special tokens of each chunk too, as in the paper.
         revision: branch, tag or commit on the hub.
@@ -152,7 +152,7 @@ class TextEncoder:
 
     @property
     def key(self) -> str:
-        """A key that changes with all that changes hidden states: encoder, options, dtype, versions."""
+        """A key that changes with all that affects hidden states: encoder, options, dtype, versions."""
         options = [self.depths, self.max_length, self.stride, self.special_tokens]
         return states_key(self.identity, *options, self.dtype, self.device.type)
 
@@ -277,7 +277,7 @@ def strip_span(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def drop_overlaps(keep: list[list[bool]], special: list[list[int]], step: int) -> None:
-    """Use each token of overlapping chunks once, in the chunk whose nearer end is farther away.
+    """Use each token of overlapping chunks once, in the chunk where it is farther from the nearest end.
 
     Args:
         keep: one row per chunk, changed in place.

@@ -105,7 +105,7 @@ class VisionEncoder:
 
     @property
     def key(self) -> str:
-        """A key that changes with all that changes hidden states: encoder, options, dtype, versions."""
+        """A key that changes with all that affects hidden states: encoder, options, dtype, versions."""
         return states_key(self.identity, self.depths, self.special_tokens, self.dtype, self.device.type)
 
     def tokenize(self, images: Sequence[Any]) -> list[Seen]:

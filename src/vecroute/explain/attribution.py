@@ -109,7 +109,7 @@ class Reader:
         return self.head
 
     def scores(self, layout: Layout) -> Tensor:
-        """[b, n_cls]."""
+        """Return the scores, [b, n_cls]."""
         with torch.no_grad():
             return self.head(self.hidden(layout), layout.mask)
 
@@ -147,7 +147,7 @@ def by_words(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> A
 
 
 def _words_of_chunks(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """Do the same for texts that have one chunk each, or for a single text."""
+    """Do the same as ``by_words`` for texts that have one chunk each, or for a single text."""
     used = torch.zeros_like(layout.attended).flatten()  # [c n]
     used[layout.rows[layout.mask]] = True
 
@@ -234,7 +234,7 @@ def by_phi(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Att
 
 
 def by_chance(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
-    """Random numbers."""
+    """Return random numbers."""
     generator = torch.Generator().manual_seed(int(layout.ids.sum()))
     return Attribution(torch.rand(layout.mask.shape, generator=generator).to(layout.mask.device))
 

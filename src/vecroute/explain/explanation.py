@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     piece: str
     start: int  # first character in the text
-    end: int  # one past the last; equal to start if it has no characters
+    end: int  # one past the last character; equal to start if the part has no characters
     value: float
 
 
@@ -54,7 +54,8 @@ class Explanation:
         scores: [n_cls] the scores that the network computed.
         output_names: the names of the n_cls classes.
         text: the text as it was given.
-        offsets: [n, 2] first character of each token in the text and one past the last, equal if it has none.
+        offsets: [n, 2] first character of each token in the text, and one past the last. The two are equal if
+            a token has no characters.
         pieces: the string of each token, None for its characters in the text.
         special: [n] True at tokens that the tokenizer added, None if there are none.
         chunk: [n] the chunk of the text in which each token was encoded, None for one chunk.
@@ -263,7 +264,7 @@ class Explanation:
 
     @property
     def completeness_error(self) -> np.float64:
-        """|sum values + base + not explained - score| / (sum |values| + |base|), largest of all classes."""
+        """The largest |sum values + base + not explained - score| / (sum |values| + |base|) of any class."""
         values, base = self.values.astype(np.float64), self.base_values.astype(np.float64)
         error = abs(values.sum((0, 1)) + base + self.not_explained - self.scores)  # [n_cls]
         scale = abs(values).sum((0, 1)) + abs(base)  # [n_cls]
@@ -348,7 +349,7 @@ class Explanation:
         """Return an object that rich prints to a terminal: the text, and the account of a score.
 
         Args:
-            output: the class. None explains what decided: the highest score minus the next one.
+            output: the class. None explains the decision: the highest score minus the next one.
             k: number of lines. One more line shows the sum of the other rows.
             unit: the unit to show, as in ``to_html``.
         """

@@ -19,7 +19,7 @@ from vecroute.io.images import Picture
 from vecroute.ops.checks import check_choice, check_size
 from vecroute.storage import require, write_file
 
-LONGEST = 512  # an explanation keeps a copy of the image; pixels of its longer side
+LONGEST = 512  # pixels of the longer side of the copy of the image that an explanation keeps
 N_REGIONS = 8
 N_EXPLAINED = 10  # classes explained by default
 
@@ -37,7 +37,7 @@ class ImageExplanation(Explanation):
         size: width and height of the original image.
         tiles: [rows, columns, 4] left, top, right and bottom of each patch, in pixels of the original image.
         cells: [rows, columns] the row of the explanation that each patch belongs to, -1 for none.
-        fields: as in ``Explanation``; offsets may be left out.
+        fields: the arguments of ``Explanation``; offsets may be left out.
 
     Raises:
         ValueError: shapes do not agree.
@@ -287,7 +287,7 @@ def explain_image(
         encoder: a ``VisionEncoder``.
         head: a head on its hidden states.
         picture: the image.
-        outputs: numbers of the classes to explain.
+        outputs: indices of the classes to explain.
         names: names of these classes.
         of: "words" explains patches through the encoder, "states" explains hidden states.
     """
@@ -313,7 +313,7 @@ def explain_patches(
 
     Args:
         encoder, head: a frozen encoder, and a head on its hidden states.
-        outputs: for each image, the numbers of the classes to explain; equally many for all images.
+        outputs: for each image, the indices of the classes to explain, the same number for all images.
         by_depth: True to split values by the depth of the hidden states they go through.
     """
     found: list[Any] = [None] * len(pictures)

@@ -29,7 +29,7 @@ def split_texts(
     """Split scores of texts into contributions of their words, in batches of similar length.
 
     Args:
-        outputs: for each text, the numbers of the classes to explain; equally many for all texts.
+        outputs: for each text, the indices of the classes to explain, the same number for all texts.
         rows: the rows of each text.
         by_depth, margin: see ``split_words``.
     """
@@ -62,7 +62,7 @@ def explain_words(
 
     Args:
         encoder, head: a frozen encoder, and a head on its hidden states.
-        outputs: for each text, the numbers of the classes to explain; equally many for all texts.
+        outputs: for each text, the indices of the classes to explain, the same number for all texts.
         by_depth: True to split values by the depth of the hidden states they go through.
         samples: number of sub-texts to average over; see ``split_samples``. 0 explains the text itself.
     """

@@ -43,12 +43,12 @@ class Split(NamedTuple):
 
 
 class HeldHead:
-    """A head with its gates held fixed at some hidden states, where it is an affine map.
+    """A head whose gates are held fixed at their values for some hidden states. It is then an affine map.
 
     Args:
         head: hidden states [b, n_pos, depth, d_emb] -> scores [b, n_cls].
         hidden, mask: its inputs; mask is [b, n_pos].
-        outputs: [b, k] numbers of the classes to explain.
+        outputs: [b, k] indices of the classes to explain.
         margin: True to explain the score of the first of two classes minus the second; then k = 1.
 
     Attributes:
@@ -111,7 +111,7 @@ def split_words(
             kept.append(_kept(helds[k].states if alone else run.call(), run.keep))  # [m, depth, d]
     hidden = _padded(kept, reading.mask)  # [b, n_pos, depth, d]
     held_head = HeldHead(head, hidden, reading.mask, outputs, margin)
-    gradients = [g[reading.mask.to(g.device)] for g in held_head.gradients]  # k of [all m, depth, d]
+    gradients = [g[reading.mask.to(g.device)] for g in held_head.gradients]  # k tensors [all m, depth, d]
     at, values, zeros = 0, [], []
     for k, run in enumerate(runs):
         held = helds[k] if alone else _hold(reading, run)

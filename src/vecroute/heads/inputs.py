@@ -11,9 +11,9 @@ from vecroute.ops.checks import check_float_tensor, check_mask
 
 
 class Linears(nn.Module):
-    """k linear maps side by side, W_m x_m + b_m for x [k, ..., n, d] -> [k, ..., n, h], as one product.
+    """Apply k linear maps in one product: W_m x_m + b_m, for x [k, ..., n, d] -> [k, ..., n, h].
 
-    Its weights [k, h, d] and biases [k, h] start as those of k separate ``nn.Linear``.
+    The weights [k, h, d] and biases [k, h] start like the parameters of k separate ``nn.Linear``.
     """
 
     def __init__(self, k: int, d: int, h: int):
@@ -34,9 +34,9 @@ def linear_of(n_members: int) -> Callable[[int, int], nn.Module]:
 
 
 class ResidualMLP(nn.Module):
-    """x + W_2 gelu(W_1 x + b_1) + b_2 for each vector, [..., d] -> [..., d]. Initially the identity.
+    """Compute x + W_2 gelu(W_1 x + b_1) + b_2 for each vector, [..., d] -> [..., d].
 
-    With several members, each has its own weights, and x is [k, ..., n, d].
+    At first it is the identity. With several members, each has its own weights, and x is [k, ..., n, d].
     """
 
     def __init__(self, d: int, d_mlp: int, n_members: int = 1):
@@ -51,9 +51,9 @@ class ResidualMLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """x + W_2 (silu(W_g x + b_g) * (W_1 x + b_1)) + b_2, [..., d] -> [..., d]. Initially the identity.
+    """Compute x + W_2 (silu(W_g x + b_g) * (W_1 x + b_1)) + b_2 for each vector, [..., d] -> [..., d].
 
-    With several members, each has its own weights, and x is [k, ..., n, d].
+    At first it is the identity. With several members, each has its own weights, and x is [k, ..., n, d].
     """
 
     def __init__(self, d: int, d_mlp: int, n_members: int = 1):

@@ -1,4 +1,4 @@
-"""Baseline heads: pool the hidden states to one vector and classify it. They have no credit.
+"""Baseline heads, which pool the hidden states to one vector and classify it. They have no credit.
 
 A pool maps hidden states [..., n_pos, depth, d] and their mask [..., n_pos, depth] to [..., d_pool].
 """
@@ -18,7 +18,7 @@ from vecroute.ops.checks import check_size
 class PoolingHead(Head):
     """Normalise each hidden state, apply an optional MLP to it, pool all of them, and classify the result.
 
-    scores = W MLP(pool(MLP(N(hidden states)))) + b
+        scores = W MLP(pool(MLP(N(hidden states)))) + b
 
     Args:
         d_emb: size of the hidden states.
@@ -50,7 +50,7 @@ class PoolingHead(Head):
         for name, value in (("d_emb", d_emb), ("depth", depth), ("n_cls", n_cls)):
             check_size(name, value)
         for name, value in (("d_inp_mlp", d_inp_mlp), ("d_mlp", d_mlp)):
-            if value != 0:  # no MLP
+            if value != 0:  # 0 means no MLP
                 check_size(name, value)
         self.d_emb, self.depth, self.n_cls = d_emb, depth, n_cls
         d_pool = int(pool.d_pool)  # type: ignore[arg-type]
@@ -65,14 +65,14 @@ class PoolingHead(Head):
     def flatten(
         self, hidden_states: Tensor, input_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what ``network`` takes: x_inp [..., i, d], with i = position * depth + level, and a mask."""
+        """Return the inputs of ``network``: x_inp [..., i, d], i = position * depth + level, and a mask."""
         sizes: dict[str, Any] = {"depth": self.depth, "d_emb": self.d_emb, "like": self.classify[-1].weight}
         mask = check_hidden_states(hidden_states, input_mask, **sizes)  # [..., n_pos, depth]
         x_inp = hidden_states.flatten(-3, -2)  # [..., i, d]
         return x_inp, None if mask is None else mask.flatten(-2)  # [..., i]
 
     def network(self, x_inp: Tensor, input_mask: Tensor | None = None) -> Tensor:
-        """Return the scores [..., n_cls] of vectors [..., i, d] as ``flatten`` gives them."""
+        """Return the scores [..., n_cls] for the vectors [..., i, d] that ``flatten`` returned."""
         x = x_inp.unflatten(-2, (-1, self.depth))  # [..., n_pos, depth, d]
         if input_mask is None:
             mask = torch.ones_like(x[..., 0], dtype=torch.bool)  # [..., n_pos, depth]
@@ -189,7 +189,7 @@ class MeanPool(nn.Module):
 
 
 class ScalarMix(nn.Module):
-    """gamma sum_l softmax(w)_l mean_l, where mean_l is the mean over positions at depth l."""
+    """Compute gamma sum_l softmax(w)_l mean_l, where mean_l is the mean over positions at depth l."""
 
     def __init__(self, d: int, depth: int):
         super().__init__()
@@ -215,7 +215,7 @@ class FirstPosition(nn.Module):
 class Attention(nn.Module):
     """Multihead attention of learned queries to vectors: x [..., i, d], mask [..., i] -> [..., q, d].
 
-    out_q = W_O [sum_i softmax_i(beta query_qn . W_K_n x_i) W_V_n x_i]_n + b
+        out_q = W_O [sum_i softmax_i(beta query_qn . W_K_n x_i) W_V_n x_i]_n + b
 
     There are few queries, so it is cheaper not to compute keys and values for every vector. Instead W_K
     multiplies the queries, and W_V multiplies the weighted means of the vectors.
@@ -266,7 +266,7 @@ class AttentivePool(nn.Module):
 
 
 class EfficientPool(nn.Module):
-    """Efficient Probing: out_q = W_V_q sum_i softmax_i(beta query_q . x_i) x_i, concatenated: [..., d].
+    """Efficient Probing: concatenate out_q = W_V_q sum_i softmax_i(beta query_q . x_i) x_i to [..., d].
 
     W_V_q are d / n_queries rows of one matrix [d, d], so all results together have size d. There are no keys
     and no output matrix: the pool has n_queries d + d d parameters, less than half of ``AttentivePool``.
@@ -294,7 +294,10 @@ class EfficientPool(nn.Module):
 
 
 class SetPool(nn.Module):
-    """PMA of the Set Transformer: H = N(S + attention(S, rFF(x))), then N(H + rFF(H)), [..., n_seeds d]."""
+    """PMA of the Set Transformer: compute H = N(S + attention(S, rFF(x))), then N(H + rFF(H)).
+
+    The n_seeds vectors S are learned. The pool returns [..., n_seeds d].
+    """
 
     def __init__(self, d: int, n_seeds: int = 1, n_heads: int | None = None):
         super().__init__()
@@ -310,7 +313,7 @@ class SetPool(nn.Module):
 
 
 class HopfieldPool(nn.Module):
-    """Modern Hopfield pooling: n_updates times xi <- sum_i softmax_i(beta xi . k_i) k_i.
+    """Modern Hopfield pooling: repeat xi <- sum_i softmax_i(beta xi . k_i) k_i, n_updates times.
 
     The stored patterns are k_i = W_K x_i. The states xi start from learned values. The pool returns the
     values weighted by the last softmax, normalised: [..., n_states d].

@@ -36,7 +36,7 @@ class RoutingHead(NetworkHead):
         n_members: number k of members.
 
     Attributes:
-        options: every option above but d_emb, depth and n_cls, with None resolved.
+        options: every option above except d_emb, depth and n_cls, with None replaced by the number it means.
 
     Shapes:
         hidden_states [..., n_pos, depth, d_emb], input_mask [..., n_pos] or [..., n_pos, depth]
@@ -69,7 +69,7 @@ class RoutingHead(NetworkHead):
         sizes = {"depth": depth, "n_cls": n_cls, "n_hid": n_hid, "d_hid": d_hid, "n_routings": n_routings}
         for name, value in sizes.items():
             check_size(name, value)
-        if d_mlp != 0:  # no MLPs
+        if d_mlp != 0:  # 0 means no MLPs
             check_size("d_mlp", d_mlp)
         if n_routings < 2:
             raise ValueError(f"n_routings must be at least 2, got {n_routings}")
@@ -100,7 +100,7 @@ class RoutingHead(NetworkHead):
 
     @classmethod
     def wide(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
-        """Build a head with MLPs twice as wide, which score no better on texts (docs/results.md)."""
+        """Build a head with MLPs twice as wide. It scores no better on texts (docs/results.md)."""
         check_size("d_emb", d_emb)
         options = {"d_mlp": max(4 * d_emb // 3, 1)} | options
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, **options)
@@ -114,7 +114,7 @@ class RoutingHead(NetworkHead):
     def flatten(
         self, hidden_states: Tensor, input_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the inputs of the network: x_inp [..., i, d] and its mask [..., i]."""
+        """Return the inputs of the network: x_inp [..., i, d], and its mask [..., i] or None."""
         sizes = {"depth": self.depth, "d_emb": self.d_emb}
         like, sharded = next(self.parameters()), group_of(self.network) != ""
         with announced(checked_group_of(self.network)):
@@ -130,7 +130,7 @@ class RoutingHead(NetworkHead):
     def side_by_side(self) -> Sequential:
         """Return the members as one network, x_inp [k, ..., i, d] -> [k, ..., n_cls, 1], without their mean.
 
-        It has the parameters of ``network``. Training gives each member its own inputs.
+        The returned network shares the parameters of ``network``. Training gives each member its own inputs.
         """
         network: Any = self.network
         return network if self.n_members == 1 else Sequential(network[0], *network[1])

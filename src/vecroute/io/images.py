@@ -1,4 +1,4 @@
-"""Read images from files, bytes, PIL images, arrays or folders; check them and turn them upright, in RGB."""
+"""Read images from files, bytes, PIL images, arrays or folders, check them, and make them upright RGB."""
 
 import hashlib
 import io

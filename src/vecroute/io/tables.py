@@ -23,7 +23,7 @@ MAX_KEYS = 100_000  # in a JSON line, nested keys included
 MAX_ROW = 100_000_000  # characters of a row; a small .gz file can hold a line of any length
 MAX_RATIO = 50  # characters for each byte of a packed file; texts have about 5, one row repeated about 1,000
 MAX_UNPACKED = 1_000_000_000  # characters that any packed file may have
-ROW_COST = 100  # characters as which a row counts beside its own, since a list of rows takes memory for each
+ROW_COST = 100  # characters added to the count of a row, since each row of a list takes memory
 LINE = "text"  # name of the only column of a .txt file
 MARKS_OF_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # first bytes of what Excel calls Unicode text
 SEPARATOR = re.compile(r'"?sep=([^"\r\n])"?\r?\n?')  # first line that tells Excel the delimiter
@@ -162,7 +162,7 @@ class Lines:
     """Iterate over lines. A row of several lines sets ``row`` to 0 at its end.
 
     Raises:
-        Refused: a line is longer than MAX_ROW, or the lines of a row are together.
+        Refused: a line, or all lines of a row together, are longer than MAX_ROW.
     """
 
     def __init__(self, text: io.TextIOWrapper):

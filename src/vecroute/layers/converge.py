@@ -25,8 +25,8 @@ from vecroute.ops.checks import check_choice, check_size
 from vecroute.ops.common import compute_dtype, is_exporting, without_autocast
 
 WINDOW = 5  # how many of the latest states Anderson acceleration combines
-# Plain steps before Anderson acceleration starts. Started far from a fixed point, it may converge to a
-# different fixed point than plain iteration.
+# Plain steps before Anderson acceleration starts. If it starts far from a fixed point, it may converge to a
+# different fixed point than plain iteration does.
 WARM_UP = 10
 GROWTH = 10  # Anderson acceleration has failed when the residual exceeds this multiple of its minimum
 INSIDE = ("vecroute", "torch")  # a warning must point to a line outside these packages
@@ -148,7 +148,7 @@ def _pull_by_autograd(update: Update, x: Tensor) -> Callable[[Tensor, Tensor], T
 
 
 class _Implicit(torch.autograd.Function):
-    """Forward: x. Backward: send the solution u of u = g + J^T u to y = update(x) instead of g."""
+    """Return x. In the backward pass, send the solution u of u = g + J^T u to y = update(x), instead of g."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, pull: Callable, options: Converge) -> Tensor:

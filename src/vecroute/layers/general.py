@@ -31,8 +31,8 @@ class GeneralRouting(nn.Module):
         compete_over: "outputs" (the paper's softmax over j) or "inputs" (over i, as in attention).
         beta_use, beta_ign: None for learned betas, a number for a constant, or a function of x_inp that
             returns [..., i, j].
-        independent_votes: True if F computes the votes of each input from that input alone. Credit can pass
-            through this layer in a network only if it does. None: the network tests F.
+        independent_votes: True if F computes the votes of each input from that input alone. Only then can
+            credit pass through this layer in a network. None: the network tests F.
 
     The layer passes ``input_mask`` to A and F if their signature has that argument. The ready-made networks
     that scale by sqrt(n_inp) have it. Unused inputs reach the networks as zeros.
@@ -186,7 +186,7 @@ class GeneralRouting(nn.Module):
         self, x_inp, input_mask, pair_mask, x_init, trace: list[Iteration] | None = None
     ) -> Callable[[Tensor | None], Iteration]:
         """Return one iteration as a function of the outputs it starts from (None: the flat prior)."""
-        # The inputs must match the first parameter, a beta or one of a network. There may be none.
+        # The inputs must have the dtype and device of the first parameter, if the layer has parameters.
         parameter = next((p for p in self.parameters() if p.is_floating_point()), None)
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=parameter)
         input_mask, pair_mask = check_masks(x_inp, input_mask, pair_mask, self.n_out)

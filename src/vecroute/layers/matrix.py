@@ -41,7 +41,8 @@ class MatrixRouting(nn.Module):
 
     Shapes:
         a_inp [..., n_inp], mu_inp [..., n_inp, d_cov, d_inp] ->
-        a_out [..., n_out], mu_out and sig2_out [..., n_out, d_cov, d_out]. Masks as in ``VectorRouting``.
+        a_out [..., n_out], mu_out and sig2_out [..., n_out, d_cov, d_out]. Masks work as in
+        ``VectorRouting``.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, type, dtype or device.

@@ -1,4 +1,4 @@
-"""Measure whether routing converges, and a penalty that keeps it converging during training.
+"""Measure whether routing converges, and compute a penalty that keeps it converging during training.
 
 Both functions use J = dU/dx_out, the Jacobian of one iteration U (section 3.3 of the paper), at the state of
 the layer, which is x_out after the last iteration. They run the reference implementation, because only the
@@ -18,7 +18,7 @@ from vecroute.ops.checks import check_size
 class Stability(NamedTuple):
     """How routing converges, for each sample."""
 
-    spectral_radius: Tensor  # [...] of J; if it is below 1, small changes of the state fade
+    spectral_radius: Tensor  # [...] spectral radius of J; if it is below 1, small changes of the state fade
     residuals: Tensor  # [..., t] |U(x) - x| / |U(x)| after each step of plain iteration
 
 

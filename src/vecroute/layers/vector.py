@@ -222,7 +222,7 @@ class VectorRouting(nn.Module):
     def _check(
         self, x_inp, input_mask, pair_mask, cu_seqlens, *, need_phi=False, outputs=None, phi_out=None
     ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
-        """Return cu_seqlens and both masks, checked. If inputs are sharded, all ranks raise or none."""
+        """Check and return cu_seqlens and both masks. If inputs are sharded, all ranks raise or none."""
         with together(self.group, self.check_ranks) as alike:
             n_inp = None if self.n_inp is None else local_rows(self.W_A).shape[0]
             may_be_empty = cu_seqlens is not None or bool(self.group)
@@ -311,7 +311,7 @@ class VectorRouting(nn.Module):
     def trace(
         self, x_inp: Tensor, input_mask: Tensor | None = None, pair_mask: Tensor | None = None
     ) -> list[Iteration]:
-        """Return every quantity of every iteration, from the reference. Its x_out are not normalised."""
+        """Return every quantity of every iteration, computed by the reference. No x_out is normalised."""
         self._check_not_sharded("trace")
         check_vectors("x_inp", x_inp, n=self.n_inp, d=self.d_inp, like=self.W_F2)
         masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)

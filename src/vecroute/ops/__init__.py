@@ -1,7 +1,7 @@
 """The routing loop of Algorithm 2, in several implementations that must agree.
 
 ``reference`` is Algorithm 2 line by line, the truth. ``chunked`` streams over chunks of inputs on any device
-and recomputes in its backward pass. ``fused`` does the same with Triton kernels, for CUDA. ``auto`` picks.
+and recomputes in its backward pass. ``fused`` does the same with Triton kernels, for CUDA. ``auto`` chooses.
 ``README.md`` in this folder follows a call from here to its last kernel.
 """
 
@@ -51,7 +51,7 @@ def route(
         x_init: [..., j, h] outputs to start from instead of the flat prior; only the reference takes them.
 
     Returns:
-        x_out [..., j, h], not yet normalised, and phi [..., i, j] (None if not asked for), at least float32.
+        x_out [..., j, h], not yet normalised, and phi [..., i, j] (None unless need_phi), at least float32.
     """
     implementation = pick(implementation, x_inp, cu_seqlens)
     if implementation == "reference":
@@ -96,12 +96,13 @@ def plan_route(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementat
 
 
 def steps(x_inp: Tensor, weights: Weights, *args, implementation: str, **options):
-    """Return functions that run single iterations. The arguments are those of ``route`` for all iterations.
+    """Return functions that run single iterations. The arguments are the same as in ``route``.
 
     Returns:
-        step: (x_out or None, need_phi, outputs, phi_out) -> (x_out, phi): an iteration from x_out
-            [..., j, h], or the first one, under the flat prior.
-        pull: (x_out, grad) -> J^T grad with J the Jacobian of an iteration at x_out; None to ask autograd.
+        step: (x_out or None, need_phi, outputs, phi_out) -> (x_out, phi). It runs one iteration from x_out
+            [..., j, h], or for None the first iteration, under the flat prior.
+        pull: (x_out, grad) -> J^T grad, where J is the Jacobian of an iteration at x_out. None if autograd
+            can compute it.
     """
     implementation = pick(implementation, x_inp, options["cu_seqlens"])
     if implementation != "reference":

@@ -25,7 +25,7 @@ from vecroute.ops.problem import Problem
 
 
 def named(weights: Sequence[Tensor]) -> Weights:
-    """Return the parameters by name, from a list without None that ends in two betas or in their W and B."""
+    """Return the parameters by name. The list has no None, and ends with two betas or with their W and B."""
     betas = weights[10:]
     return Weights(*weights[:10], *(betas if len(betas) == 2 else (None, None, *betas)))
 
@@ -34,11 +34,12 @@ def problem(
     plan: Plan, x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation,
     group, *, again=False,
 ) -> Problem:  # fmt: skip
-    """Return the arguments of the operators for the loop over chunks, batch dimensions flattened to one.
+    """Turn the arguments of the operators into a problem for the loop over chunks, with one batch dimension.
 
     Args:
         plan: the plan of the call, which also holds prior, rounded, tuning and implementation.
-        again: True to leave sqrt_n_inp empty. ``loop.backward`` has it, so ranks need not count inputs again.
+        again: True to leave sqrt_n_inp empty, because ``loop.backward`` already has it. Then ranks need not
+            count inputs again.
     """
     batch = x_inp.shape[:-2]
     use = used_pairs(input_mask, pair_mask)  # [..., i, j or 1]
@@ -78,7 +79,7 @@ def run_loop(
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
     group: str, n_iters: int, need_phi: bool, outputs: Sequence[int] | None, plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return x_out [..., j, h], phi [..., i, j] of some outputs (None: all), and memory for the backward."""
+    """Return x_out [..., j, h], phi [..., i, j] for ``outputs``, and the memory of the backward pass."""
     call: Any = (
         x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
     )  # fmt: skip
@@ -211,7 +212,7 @@ def loop_backward_op(
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
     group: str, n_iters: int, saved: Tensor, need_grad_x: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """``run_loop_backward`` for compilers."""
+    """Run ``run_loop_backward`` for compilers."""
     return run_loop_backward(
         grad_x_out, x_inp, [aligned(w) for w in weights], input_mask, pair_mask, cu_seqlens, prior, rounded,
         tuning, implementation, group, n_iters, saved, need_grad_x,

@@ -15,7 +15,7 @@ from vecroute.ops.problem import Problem
 class Chunk(NamedTuple):
     """Some rows of some samples: ``samples`` indexes tensors [b, ...], ``batch`` and ``rows`` index x_inp.
 
-    Only packed samples have another batch than samples: x_inp is [1, total, d] there.
+    ``batch`` differs from ``samples`` only for packed samples, where x_inp is [1, total, d].
     """
 
     samples: slice
@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of samples, and of rows per sample."""
+        """The number of samples, and of rows per sample."""
         return self.samples.stop - self.samples.start, self.rows.stop - self.rows.start
 
 
@@ -71,7 +71,7 @@ def has_all_rows(t: Tensor, chunk: Chunk) -> bool:
 def parts(start: int, end: int, size: int) -> Iterator[slice]:
     """Cut rows into the fewest parts of at most ``size`` rows, of about equal size."""
     n = cdiv(end - start, size)
-    step = min(size, cdiv(end - start, max(1, 16 * n)) * 16)  # aligned
+    step = min(size, cdiv(end - start, max(1, 16 * n)) * 16)  # a multiple of 16
     for first in range(start, end, step or 1):
         yield slice(first, min(first + step, end))
 

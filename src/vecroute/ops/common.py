@@ -65,7 +65,7 @@ def normalize(x: Tensor) -> Tensor:
 def log_f(z: Tensor) -> Tensor:
     """Return log f(z) of the logistic f: finite for every finite z, in exported graphs too.
 
-    ONNX has no logsigmoid, and log(sigmoid(z)) there is -inf for very negative z; softplus survives.
+    ONNX has no logsigmoid. There log(sigmoid(z)) is -inf for very negative z, but softplus stays finite.
     """
     return -nnf.softplus(-z, threshold=40)
 
@@ -89,7 +89,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export traces. In PyTorch 2.11, its public name is True in torch.compile too."""
+    """Return whether torch.export traces. In PyTorch 2.11, the public test is True in torch.compile too."""
     return torch.compiler._is_exporting_flag
 
 
@@ -111,7 +111,7 @@ def aligned(t: Tensor) -> Tensor:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is at least n >= 1. It is here for the reason in ``cdiv``."""
+    """Return the least power of two that is at least n >= 1. Like ``cdiv``, it is faster than Triton's."""
     return 1 << (n - 1).bit_length()
 
 

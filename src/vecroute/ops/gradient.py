@@ -18,7 +18,7 @@ def new_grad_x(p: Problem, needed: bool) -> Tensor | None:
 
 
 class InputGradient:
-    """grad_x [b, i, d], the sum of pairs @ M over the iterations.
+    """The gradient of x_inp, grad_x [b, i, d]: the sum of pairs @ M over the iterations.
 
     A backward pass ends with the first iteration. Until then, the pairs of the other iterations *wait*: they
     are stored side by side in a row of ``place``, if they fit there (``plan.waits_in``). After them, the row
@@ -73,7 +73,8 @@ class InputGradient:
         (b, i, _), n_out, w = pairs.shape, columns.p.n_out, self.plan.n_waiting
         if not self.waits:
             results = pairs[..., : columns.n]  # [b, i, q]
-            if not columns.p.variable and self.plan.operand_dtype != pairs.dtype:  # only multiplied
+            # If results are used only in products, they have the dtype of operands.
+            if not columns.p.variable and self.plan.operand_dtype != pairs.dtype:
                 dtype = self.plan.operand_dtype
                 results = room.take("results", pairs, *results.shape, dtype=dtype)  # [b, i, q]
             return results, results, results[..., columns.a - columns.n_c : columns.a]
@@ -106,7 +107,7 @@ class InputGradient:
         return [widened(rows[..., which], place[..., which]) for which in kept]
 
     def matrix(self, samples: slice, columns: Columns) -> Tensor:
-        """Return M of the results of a pass, [b, q, d], after M of waiting pairs in the first iteration.
+        """Return M of a pass's results, [b, q, d]. In the first iteration, M of waiting pairs comes before.
 
         If pairs are ``halved``, M of the first iteration has the layout of the kernel of the long path.
         """

@@ -101,7 +101,7 @@ def local_weights(group: str, w: Weights) -> Weights:
 def together(group: str, check: bool = True) -> Iterator[dict[str, Any]]:
     """If one rank raises inside, all ranks raise. They also raise if their entries in the dict differ.
 
-    Without it, the others would wait for a rank that is gone. It costs one message of 24 bytes.
+    Otherwise the other ranks would wait for a rank that has failed. The exchange is one message of 24 bytes.
     """
     alike: dict[str, Any] = {}
     failure: Exception | None = None

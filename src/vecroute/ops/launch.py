@@ -15,7 +15,7 @@ from torch import Tensor
 
 Pointer = Any  # an address on a GPU, a tensor if kernels are interpreted
 
-_handles: dict[tuple, Any] = {}  # compiled kernels, by what Triton specialises on
+_handles: dict[tuple, Any] = {}  # compiled kernels, by the values that Triton specialises on
 
 
 class Launch:
@@ -74,7 +74,7 @@ class Launch:
 
 
 class Stream:
-    """The CUDA stream of the launches of one pass, and its cuBLAS handle; or the interpreter."""
+    """The CUDA stream for the launches of one pass, with its cuBLAS handle, or Triton's interpreter."""
 
     __slots__ = ("address", "blas", "buffer", "device", "extra", "interpreted", "size")
 
@@ -92,7 +92,7 @@ class Stream:
 
 @cache
 def driver() -> Any:
-    """CUDA's driver."""
+    """Return the library of CUDA's driver."""
     library = ctypes.CDLL("libcuda.so.1")
     number, pointer = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
@@ -109,7 +109,7 @@ def n_parameters(function: int) -> int:
 
 
 class Product:
-    """out = a @ b of contiguous matrices by cuBLASLt, whose algorithm is chosen when it is first called.
+    """A product out = a @ b of contiguous matrices by cuBLASLt. The first call chooses the algorithm.
 
     Args:
         sizes: rows and columns of out, and the size that is summed over.
@@ -209,7 +209,7 @@ def check(status: int, product: Product) -> None:
 
 @cache
 def cublas_lt() -> Any:
-    """Return the library that PyTorch has loaded."""
+    """Return the library of cuBLASLt that PyTorch has loaded."""
     major = (torch.version.cuda or "").partition(".")[0]
     library = ctypes.CDLL(f"libcublasLt.so.{major}")
     pointer = ctypes.c_void_p

@@ -61,7 +61,7 @@ def accumulate(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = Fals
 
 
 def accumulate_over_inputs(p: Problem, out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """Compute out += a @ b in place, or = if fresh, where a has few rows and the product sums over inputs."""
+    """Do the same as ``accumulate`` where a has few rows and the product sums over inputs."""
     if p.plan.operand_dtype == out.dtype:
         out.baddbmm_(a.to(out.dtype), b.to(out.dtype), beta=0 if fresh else 1)
     elif fresh and out.dtype == p.dtype:
@@ -82,7 +82,7 @@ def add(out: Tensor, value: Tensor, fresh: bool, weight: float = 1) -> None:
 
 
 def widened(*tensors: Tensor) -> list[Tensor]:
-    """View tensors [b, i, k] as numbers of 16 bytes if rows allow it, which a GPU copies twice as fast."""
+    """If rows allow it, view tensors [b, i, k] as numbers of 16 bytes. A GPU copies these twice as fast."""
     wide = 16 // tensors[0].element_size()
     sizes = [n for t in tensors for n in (t.shape[-1], *t.stride()[:-1], t.storage_offset())]
     has_wide = all(t.device.type in ("cpu", "cuda") and t.stride(-1) == 1 for t in tensors)
@@ -91,7 +91,7 @@ def widened(*tensors: Tensor) -> list[Tensor]:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """Compute out [n, m] += a @ b in place, or = if fresh."""
+    """Compute out [n, m] += a @ b in place, or out = a @ b if fresh."""
     if a.dtype == out.dtype:
         out.addmm_(a, b, beta=0 if fresh else 1)
     elif not a.is_cuda:

@@ -24,7 +24,7 @@ from vecroute.ops.problem import Grads, Problem, over_samples
 
 
 def new_kept(p: Problem) -> Tensor:
-    """Memory for ``Plan.kept``."""
+    """Allocate the memory for ``Plan.kept``."""
     shape, dtype = p.plan.kept
     return p.x_inp.new_empty(shape, dtype=dtype)  # [b, i, k]
 
@@ -35,7 +35,7 @@ def kept_in(p: Problem, kept: Tensor, t: int) -> Tensor:
 
 
 def new_grads(p: Problem, n_iters: int) -> Grads:
-    """Allocate gradients of the parameters with an i, which the passes of a backward write or add to.
+    """Allocate gradients of the parameters with an i. Backward passes write or add to them.
 
     B_A is not among them: its gradient is computed at the end, as a sum over the gradient of a_inp. With one
     sample, nothing is added to the gradient of W_A, so it need not have the dtype of sums.
@@ -51,7 +51,7 @@ def new_grads(p: Problem, n_iters: int) -> Grads:
 
 
 def writes(p: Problem) -> bool:
-    """Return whether the first chunk of a sample stores its sums. A packed sample may have no chunk."""
+    """Return whether the first chunk of a sample stores its sums. A packed sample may have no chunks."""
     return p.offsets is None and p.x_inp.numel() > 0
 
 
@@ -115,7 +115,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
         g: [b, j, d] from ``predicted``, or None in the first iteration.
         kept: from ``kept_in``.
         M: [b, j or 2 j, d] grad_y, followed by the matrix of the scores if there is a g.
-        fresh: True in the first pass of a backward, which stores gradients instead of adding.
+        fresh: True in the first backward pass of a call, which stores gradients instead of adding.
     """
     first, room = g is None, Room()
     columns = Columns(p, M, kept, first=first, forward=False, adds_up=into.waits)
@@ -148,7 +148,7 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
         total_M = grad_M if first else grad_M[samples]  # [b or 1, q - j, d]
         add_sum = p.pairs.summer(sums[samples], of_chunk(to_sum, like).mT) if p.variable else None
         for chunk in same:
-            # Not on a GPU: its work ends soon, and other code could change the matmul precision in between.
+            # A GPU needs no pause: its work ends soon, and other code could change the matmul precision.
             if p.plan.on_cpu:
                 between_pieces()
             x, at = inputs(p, chunk), (chunk.batch, chunk.rows)  # [b, i, d]

@@ -16,9 +16,9 @@ from vecroute.ops.plan import Plan
 
 @dataclass
 class Problem:
-    """One call of the loop, its batch dimensions flattened to one, ``b``.
+    """One call of the loop, with its batch dimensions flattened to one, ``b``.
 
-    A packed call has x_inp [1, total, d] and in cu_seqlens the offsets of its samples.
+    A packed call has x_inp [1, total, d], and cu_seqlens holds the offsets of its samples.
     """
 
     x_inp: Tensor  # [b, i, d]
@@ -75,18 +75,18 @@ class Problem:
 
     @cached_property
     def W_c(self) -> Tensor:
-        """If n_inp is None, [2 j, d]: c_sum and c_ign are W_c x_inp + B_c."""
+        """The weights [2 j, d] that give c_sum and c_ign as W_c x_inp + B_c, if n_inp is None."""
         W_use, W_ign = self.w.W_use.to(self.dtype).mT, self.w.W_ign.to(self.dtype).mT  # [j, d] each
         return torch.cat((W_use + W_ign, W_ign))  # [2 j, d]
 
     @cached_property
     def B_c(self) -> Tensor:
-        """[2 j]"""
+        """The biases [2 j] of c_sum and c_ign."""
         B_use, B_ign = self.w.B_use.to(self.dtype), self.w.B_ign.to(self.dtype)  # [j] each
         return torch.cat((B_use + B_ign, B_ign))  # [2 j]
 
     def original(self, name: str) -> Tensor:
-        """Return the tensor that a copy of ``plan.kept_copies`` is made of."""
+        """Return the tensor from which a copy of ``plan.kept_copies`` is made."""
         return self.x_inp if name == "x_inp" else getattr(self.w, name)
 
     def in_dtype(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:

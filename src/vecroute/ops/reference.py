@@ -101,7 +101,10 @@ def round_to(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def betas(x_inp: Tensor, w: Weights, contract) -> tuple[Tensor, Tensor]:
-    """Return net benefit to use and net cost to ignore: parameters, or linear in x_inp; each [..., i, j]."""
+    """Return beta_use (net benefit to use) and beta_ign (net cost to ignore), [..., i, j] each.
+
+    They are parameters, or linear in x_inp.
+    """
     if w.beta_use is not None and w.beta_ign is not None:
         return w.beta_use, w.beta_ign  # [i, j], [i, j]
     beta_use = contract("...id,dj->...ij", x_inp, w.W_use) + w.B_use  # [..., i, j]

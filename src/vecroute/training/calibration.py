@@ -1,4 +1,4 @@
-"""The temperature of a classifier: one number that makes its probabilities as sure as they should be."""
+"""The temperature of a classifier: one number that calibrates its probabilities."""
 
 import math
 
@@ -8,18 +8,18 @@ from torch import Tensor
 
 from vecroute.training.recipe import FEW
 
-LOWEST, HIGHEST = 0.05, 50.0  # temperatures that are tried
-# Few samples say little about T. So log T has a normal prior with this deviation.
+LOWEST, HIGHEST = 0.05, 50.0  # range of temperatures
+# Few samples say little about T. So log T has a normal prior with this standard deviation.
 DEVIATION = 0.5
 
 
 def usual_temperature(n: int) -> float:
-    """Return the T that a head needs on average if it learned from n samples: fewer make it too sure."""
+    """Return the usual T of a head that learned from n samples. Few samples make a head overconfident."""
     return max(FEW / n, 1.0) ** (1 / 3)
 
 
 def fit_temperature(scores: Tensor, targets: Tensor, n: int, multi_label: bool = False) -> float:
-    """Return the T that makes the labels of samples, which the head has not learned from, most likely.
+    """Return the T under which the labels of samples are most likely. The head has not learned from these.
 
         argmin_T  sum_k loss(scores_k / T, targets_k) + log(T / usual_temperature(n))^2 / (2 DEVIATION^2)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vecroute.training.loop import train
 from vecroute.training.recipe import Recipe, Task
 
-N_FOLDS = 3  # three heads that learn from two thirds of the samples take twice the time of one that has all
+N_FOLDS = 3  # three heads, each on two thirds of the samples, take twice the time of one head on all samples
 
 
 def make_folds(targets: Tensor, samples: Sequence[Hashable], seed: int) -> np.ndarray:
@@ -20,14 +20,14 @@ def make_folds(targets: Tensor, samples: Sequence[Hashable], seed: int) -> np.nd
 
     Args:
         targets: [n, n_cls], 1 at the classes of a sample.
-        samples: n samples, which tell only which of them are equal.
+        samples: n samples, used only to find equal ones.
         seed: seed of the random order.
     """
     first: dict[Hashable, int] = {}
     same = np.array([first.setdefault(sample, k) for k, sample in enumerate(samples)])  # [n]
     distinct = np.random.default_rng(seed).permutation(np.unique(same))  # [m]
     classes = targets.numpy()[distinct]  # [m, n_cls]
-    order = distinct[np.lexsort(classes.T)]  # [m] those of one class side by side
+    order = distinct[np.lexsort(classes.T)]  # [m] samples of one class are neighbours
     fold = np.empty(len(same), dtype=int)  # [n]
     fold[order] = np.arange(len(order)) % N_FOLDS
     return fold[same]  # [n]

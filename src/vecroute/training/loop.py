@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 WARM_UP = 0.1  # share of the steps in which the learning rate rises from 0; then it falls to 0 along a cosine
 AVERAGED_STEPS = 100  # validation and the final weights use a running mean over about this many steps
 CLIP_NORM = 1.0
-FEWEST_TO_JUDGE_BY = 100  # with fewer validation samples, the accuracy decides nothing
+FEWEST_TO_JUDGE_BY = 100  # with fewer validation samples, training ignores the validation accuracy
 BATCH_BYTES = 128 * 1024**2  # size of the padded hidden states that go through the head at once
 CHECKPOINT_SECONDS = 5.0
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW
@@ -71,7 +71,7 @@ def train(
         checkpoint_seconds: seconds between two checkpoints, None for 5.
         accelerator: the processes to use, None to detect them.
         score: samples to score with the final weights.
-        show: True for a progress bar, with this title.
+        show, title: True to show a progress bar, and its title.
 
     Raises:
         ValueError: the checkpoint belongs to another run.
@@ -150,7 +150,7 @@ class Trainer:
             [self.task.train[k] for k in batch]
             for batch in shuffled_batches(lengths, self.recipe.batch_size, generator)
         ]
-        # Every process takes the same number of steps. If batches are missing, the first ones come again.
+        # Every process takes the same number of steps. If there are too few batches, the first ones repeat.
         return [every[(step * self.world + self.rank) % len(every)] for step in range(self.steps)]
 
     def train_step(self, which: list[int]) -> float:
@@ -169,7 +169,7 @@ class Trainer:
                 with self.autocast():
                     scores = self.model(x, keep).reshape(targets.shape)  # [k, b, n_cls]
                 losses = self.task.losses(scores.float(), targets, recipe.label_smoothing)  # [k, b]
-                # The sum over members, so that each has the gradient that it would have alone.
+                # Sum over members, so that each member gets the gradient that it would get alone.
                 loss = ((losses * use).sum(1) / n_used.to(use.device)).sum()
                 self.accelerator.backward(loss)
             total += loss.item() / self.n_members
@@ -186,11 +186,12 @@ class Trainer:
     def inputs(
         self, which: list[int], generator: torch.Generator
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Return the inputs of the model for some samples in a step, their targets and who learns from them.
+        """Return the inputs, their mask, the targets and the uses of some samples in a step.
 
-        A routing head takes the inputs that stay, of each member its own: [k, b, i, d_emb] and [k, b, i].
-        Other heads take all hidden states, [b, n_pos, depth, d_emb], and a mask of those that stay. Targets
-        are [k, b, n_cls], and [k, b] is 1 where a member learns from a sample, else 0.
+        A routing head takes only the inputs that are not dropped, [k, b, i, d_emb], and their mask [k, b, i].
+        Each member has its own inputs. Other heads take all hidden states, [b, n_pos, depth, d_emb], and a
+        mask of those that are not dropped. Targets are [k, b, n_cls]. Uses [k, b] are 1 where a member learns
+        from a sample, else 0.
         """
         recipe, k = self.recipe, self.n_members
         x, mask, targets = self.load_batch(which)  # [b, n_pos, depth, d_emb]
@@ -238,7 +239,7 @@ class Trainer:
 
     @torch.no_grad()
     def scores(self, which: Sequence[int], weights: dict[str, Tensor]) -> Tensor:
-        """Return the scores [k, n_cls] of samples by some weights. Each process computes a share of them."""
+        """Return the scores [k, n_cls] of samples with given weights. Each process computes some of them."""
         row_of = {sample: row for row, sample in enumerate(which)}
         found = torch.zeros(len(which), self.task.targets.shape[1], device=self.accelerator.device)
         own = sorted(which[self.rank :: self.world], key=self.task.features.lengths.__getitem__)
@@ -289,7 +290,7 @@ class Trainer:
         return shown
 
     def key(self) -> str:
-        """Return a key of the run. Two runs with the same key do the same, step by step."""
+        """Return a key of the run. Two runs with the same key take the same steps."""
         task = self.task
         weight = None if task.class_weight is None else task.class_weight.tolist()
         about = [asdict(self.recipe), self.epochs, self.world, str(self.head)]
@@ -326,7 +327,7 @@ class Trainer:
         """Resume from the checkpoint, if there is a complete one.
 
         Raises:
-            ValueError: it belongs to another run.
+            ValueError: the checkpoint belongs to another run.
         """
         path: Path = self.checkpoint
         if not path.exists():
@@ -372,6 +373,6 @@ def new_moments(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def make_accelerator(device: str | torch.device | None = None) -> Accelerator:
-    """Return the processes that ``torchrun`` or ``accelerate launch`` started, else this one."""
+    """Return an accelerator of the processes that ``torchrun`` or ``accelerate launch`` started, if any."""
     kwargs = DistributedDataParallelKwargs(find_unused_parameters=True)
     return Accelerator(cpu=pick_device(device).type == "cpu", kwargs_handlers=[kwargs])

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-MEMORY = 600.0  # seconds of steps that the remaining time is estimated from; some steps are slow
+MEMORY = 600.0  # seconds; the steps of this time give the estimate of the remaining time, since some are slow
 
 
 @contextmanager
 def progress_bar(show: bool, title: str, total: int | None) -> Iterator[Any]:
     """Show a bar on standard error if show=True.
 
-    Yields a function ``update(done, **beside)``: the number of finished steps, and values to print beside.
-    Without a total, the bar counts and shows no end.
+    Yields a function ``update(done, **beside)``, which takes the number of finished steps and values to print
+    beside the bar. Without a total, the bar only counts steps.
     """
     if not show:
         yield lambda done, **beside: None

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from vecroute.ops.checks import check_size
 
-# The default number of epochs: about 1000 steps, in 3 to 20 epochs. With little data up to 100 epochs, for at
-# least 150 steps, or 50 per class, because with many classes a step teaches little about each.
+# The default number of epochs: about 1000 steps, in 3 to 20 epochs. With little data, up to 100 epochs, to
+# reach 150 steps, or 50 steps per class: with many classes, a step teaches little about each of them.
 STEPS, FEWEST_EPOCHS, MOST_EPOCHS = 1000, 3, 20
 FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS, MOST_EPOCHS_OF_FEW = 150, 50, 100
 
-# With fewer samples, all are used for training. They are seen so often that more weight decay helps.
+# With fewer samples than FEW, all are used for training, and so often that more weight decay helps.
 FEW, WEIGHT_DECAY_OF_FEW = 1000, 2.0
 
 
@@ -25,8 +25,8 @@ class Recipe:
     """How a head is trained.
 
     Args:
-        max_epochs: None for about 1000 steps in 3 to 20 epochs, or up to 100 epochs for at least 150 steps,
-            or 50 steps per class.
+        max_epochs: greatest number of epochs. None means about 1000 steps, in 3 to 20 epochs. With little
+            data, it means up to 100 epochs, to reach 150 steps, or 50 steps per class.
         batch_size: samples per step and process.
         lr, weight_decay: options of AdamW.
         drop_inputs: share of the input vectors that each step drops, but never all vectors of a sample. Each
@@ -73,7 +73,7 @@ class Source(Protocol):
     """The source of hidden states: ``encoders.cache.Features``."""
 
     lengths: list[int]
-    position_bytes: int  # of the hidden states at one position
+    position_bytes: int  # bytes of the hidden states at one position
 
     def batch(self, which: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]: ...
 

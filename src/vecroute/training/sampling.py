@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-POOL = 50  # batches whose samples are sorted by length together
+POOL = 50  # number of batches whose samples are sorted by length together
 
 
 def seeded(*about: Any) -> torch.Generator:
@@ -43,8 +43,8 @@ def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generat
     used = mask[..., None].expand(*mask.shape, depth)  # [b, n_pos, depth]
     if not share:
         return used
-    # Each sample drops a fixed number of inputs, not each input at random, and samples of similar length,
-    # which are batched together, drop equally many. So the remaining inputs need no padding and no mask.
+    # Each sample drops a fixed number of inputs, instead of each input with a probability. Samples of similar
+    # length are batched together and drop the same number. So the remaining inputs need no padding or mask.
     n_kept = ((1 - share) * used.sum((1, 2))).round().clamp(min=1)  # [b]
     mean = n_kept.mean().round()
     alike = ((n_kept - mean).abs() <= mean / 10).all()
@@ -56,7 +56,7 @@ def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generat
 
 
 def compact(x_inp: Tensor, input_mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Remove unused inputs, up to the length of the longest sample. The result is the same, with less work.
+    """Remove unused inputs, down to the length of the longest sample. Routing then does less work.
 
     Args:
         x_inp: [b, i, d], input_mask: [b, i], or [m b, i] with a mask for each of m members.
@@ -102,7 +102,8 @@ def mix(
         generator: on the CPU.
 
     Returns:
-        The same four. A member does not learn from a mixture with a sample that it must not learn from.
+        The first four arguments, mixed. A member does not learn from a mixture with a sample that it must not
+        learn from.
     """
     m, b = use.shape
     drawn = [torch.randperm(b, generator=generator) + b * member for member in range(m)]  # [b] each

@@ -27,7 +27,7 @@ SIZES = [  # b, n_out, d_inp, d_out
 
 @pytest.fixture(autouse=True)
 def device():
-    """A GPU where there is one; elsewhere Triton's interpreter runs the kernels."""
+    """A GPU if there is one. Otherwise Triton's interpreter runs the kernels."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
         yield device
 
@@ -84,7 +84,7 @@ def test_predictions_and_their_gradients(implementation, size, fixed, added, nan
     W_G1, W_G2, B_G2 = leaves(p, "W_G1", "W_G2", "B_G2")
     v = nnf.layer_norm(x_out, (h,)) if h > 1 else x_out  # [b, j, h]
     x_hat = W_G2 * (v @ W_G1) + B_G2  # [b, j, d]
-    grad = torch.randn(b, j + 1, d).double()[:, :j]  # rows of others come after
+    grad = torch.randn(b, j + 1, d).double()[:, :j]  # other rows follow in memory
     x_hat.backward(grad)
     g = p.steps.predicted(p, x_out.detach())  # [b, j, d]
     M = torch.empty(b, 2 * j, d, dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_predictions_and_their_gradients(implementation, size, fixed, added, nan
 
 
 def test_parts_of_samples():
-    """As many as keep a GPU busy, and as a grid may have."""
+    """There are enough parts to keep a GPU busy, and no more than a grid may have."""
     assert parts_of_samples(200, 14) == (3, 67)
     assert parts_of_samples(32, 14) == (1, 32)
     assert parts_of_samples(10_000, 2**18) == (1, 10_000)
@@ -123,7 +123,7 @@ def test_vectors_are_normalised_and_rounded_at_once(size, nan_filled_memory):
 
 @pytest.mark.parametrize("b", [1, 3])
 def test_rounded_operands(b, monkeypatch, nan_filled_memory):
-    """What is multiplied is rounded to bfloat16, and what comes of it in between; nothing else is."""
+    """Operands of products and intermediate products are rounded to bfloat16, and nothing else is."""
     p = make("fused", b, 5, 40, 24, dtype=torch.float32)
     y, s, x_out, grad = (torch.randn(b, 5, n) for n in (40, 1, 24, 24))
     grad_x_hat, M = torch.randn(b, 5, 40), torch.empty(b, 5, 40)
@@ -148,7 +148,7 @@ def test_rounded_operands(b, monkeypatch, nan_filled_memory):
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 @pytest.mark.parametrize("implementation", ["chunked", "fused"])
 def test_autocast(implementation, fixed, device, nan_filled_memory):
-    """Operands are rounded to bfloat16, the matrix of a pass as it is written."""
+    """Operands are rounded to bfloat16. The matrix of a pass is rounded when it is written."""
     sizes = {"n_inp": 60 if fixed else None, "n_out": 12, "d_inp": 40, "d_out": 24}
     layer = with_chunks(with_noise(vr.VectorRouting(**sizes, implementation=implementation)))
     results = []

@@ -1,4 +1,4 @@
-"""The batch path: operands as float16 with units, masks, packed samples, memory that begins anywhere."""
+"""The batch path: operands as float16 with units, masks, packed samples, tensors that are not aligned."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_halves_have_the_digits_of_tf32(shape, fixed, masked, tf32, nan_filled_m
     assert layer.plan(x_inp).half
     if masked in ("inputs", "both"):
         masks["input_mask"] = torch.rand(b, n_inp) > 0.4
-        x_inp[~masks["input_mask"]] = torch.nan  # what is not used is not looked at
+        x_inp[~masks["input_mask"]] = torch.nan  # unused inputs are never read
     if masked in ("pairs", "both"):
         masks["pair_mask"] = torch.rand(b, n_inp, n_out) > 0.4
     assert_near(layer, x_inp, 2e-2, **masks)
@@ -72,7 +72,7 @@ def test_packed_halves(dtype, tf32, nan_filled_memory):
 
 @pytest.mark.parametrize("exponent", [-40, 40])
 def test_inputs_of_any_size(exponent, tf32):
-    """Units take up a power of two, so that no digit of the result changes."""
+    """Units absorb a power of two, so that no digit of the result changes."""
     layer = make(24, 4, 6, 1, normalize=False)
     with torch.no_grad():
         for name in ("W_A", "W_use", "W_ign", "B_F2"):
@@ -92,7 +92,7 @@ def test_one_sample_does_not_spoil_another(tf32):
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "variable"])
 def test_tensors_that_begin_anywhere(fixed, nan_filled_memory):
-    """Views with odd offsets and strides: kernels are compiled for addresses of whole 16 bytes."""
+    """Views have odd offsets and strides, but kernels are compiled for multiples of 16 bytes."""
     layer = make(20, 5, 7, 2, 70 if fixed else None)
     for parameter in layer.parameters():
         odd = torch.cat((parameter.data.new_zeros(1), parameter.data.flatten()))[1:]
@@ -129,7 +129,7 @@ def test_plans_are_made_once():
 
 @pytest.mark.gpu
 def test_wrong_offsets_are_an_assertion_on_the_device():
-    """In a process of its own, whose GPU is of no use afterwards."""
+    """The call runs in its own process, because the failed assertion makes the GPU unusable there."""
     import subprocess
     import sys
 

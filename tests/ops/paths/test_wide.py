@@ -22,19 +22,19 @@ from vecroute.ops.problem import Grads, Problem
 
 CASES = [  # batch, n_inp, n_out, n_iters, rows of a chunk
     ((), 40, 24, 2, 0),
-    ((), 37, 20, 3, 0),  # of a size that is no power of two
+    ((), 37, 20, 3, 0),  # a size that is no power of two
     ((), 40, 24, 2, 13),
     ((), 7, 600, 2, 0),  # outputs in more than one block
     ((2,), 100, 24, 1, 40),
     ((2,), 30, 24, 3, 16),  # samples one after another
-    ((2,), 30, 20, 2, 16),  # and rows that are filled up with zeros
+    ((2,), 30, 20, 2, 16),  # the same, with rows padded with zeros
     ((), 40, 10, 2, 0),  # pairs wait in the rows of a gradient
     ((2,), 40, 10, 2, 0),
 ]
 
 
 def rounded(values, dtype, to, mode, cut_off=interpreter._convert_float):
-    """What the interpreter converts floats with, but to bfloat16 as a GPU does: to the nearest."""
+    """Convert floats like the interpreter, but round to the nearest bfloat16, as a GPU does."""
     if str(dtype) != "fp32" or str(to) != "bf16":
         return cut_off(values, dtype, to, mode)
     nearest = torch.from_numpy(np.array(values, np.float32)).bfloat16()
@@ -43,7 +43,7 @@ def rounded(values, dtype, to, mode, cut_off=interpreter._convert_float):
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch, limits):
-    """A GPU where there is one, elsewhere Triton's interpreter; and few outputs are many."""
+    """A GPU if there is one, else Triton's interpreter. The wide path starts at few outputs."""
     limits(WIDE_OUTPUTS=(8, 4096))
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
@@ -52,7 +52,7 @@ def device(monkeypatch, limits):
 
 @pytest.fixture
 def dtypes(monkeypatch):
-    """A dict to find the dtypes of what the kernels over pairs are given in, by the names of arguments."""
+    """A dict that collects the dtypes of the arguments of kernels over pairs, by name."""
     dtypes = {}
 
     def seen(kernel):
@@ -76,7 +76,7 @@ def dtypes(monkeypatch):
 
 @pytest.fixture
 def saved(monkeypatch):
-    """A list with an entry for each forward pass: the arrays that it saves for the backward, by name."""
+    """A list with an entry for each forward pass: the arrays it saves for the backward pass, by name."""
     saved, forward = [], loop.forward
 
     def seen(p, *args):
@@ -96,7 +96,7 @@ def make(n_inp: int, n_out: int, n_iters: int, rows: int = 0, **sizes: int) -> v
 
 
 def under_autocast(layer: vr.VectorRouting, x_inp: torch.Tensor, **options) -> dict[str, torch.Tensor]:
-    """x_out, and every gradient."""
+    """Return x_out and every gradient, under autocast."""
     layer.zero_grad()
     x_inp = x_inp.detach().clone().requires_grad_()  # [..., i, d]
     with torch.autocast(x_inp.device.type, torch.bfloat16):
@@ -107,11 +107,11 @@ def under_autocast(layer: vr.VectorRouting, x_inp: torch.Tensor, **options) -> d
 
 
 def assert_within_autocast(layer: vr.VectorRouting, x_inp: torch.Tensor, **options) -> None:
-    """Errors are at most twice those of the reference under autocast."""
+    """Check that errors are at most twice the errors of the reference under autocast."""
     got = under_autocast(layer, x_inp, **options)
     reference = under_autocast(twin(layer, torch.float32), x_inp, **options)
     truth = under_autocast(twin(layer, torch.float64), x_inp.double(), **options)
-    for name, exact in truth.items():  # of one iteration scores have no gradient
+    for name, exact in truth.items():  # with one iteration, scores have no gradient
         error, of_reference = (rms(value.double() - exact) for value in (got[name], reference[name]))
         allowed = 2 * of_reference + 1e-5 * rms(exact)
         if exact.numel() > 1:
@@ -127,13 +127,13 @@ def test_errors_are_those_of_autocast(case, nan_filled_memory):
 @pytest.mark.parametrize(("n_inp", "n_out"), [(40, 24), (40, 20), (None, 24)])
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 def test_steps_are_rounded_too(batch, n_inp, n_out, monkeypatch, nan_filled_memory):
-    """As they are on a GPU."""
+    """Operands of steps are rounded, as on a GPU."""
     monkeypatch.setattr(Plan, "step_dtype", torch.bfloat16)
     assert_within_autocast(make(n_inp, n_out, 3), torch.randn(*batch, 40, 32))
 
 
 def test_rows_of_whole_16_bytes(nan_filled_memory):
-    """Filled up with zeros; pairs that could wait do not, since there they have no room for these."""
+    """Rows are padded with zeros. Pairs do not wait, because there is no memory for the padding."""
     layer, x_inp = make(40, 20, 2, d_inp=128), torch.randn(40, 128)
     p = make_problem(layer, x_inp)
     M = new_matrix(p, 2)  # [1, 48, d]
@@ -148,7 +148,7 @@ def test_rows_of_whole_16_bytes(nan_filled_memory):
 
 
 def test_what_is_rounded(dtypes):
-    """Pairs, unless phi is asked for; parameters and gradients are not."""
+    """Pairs are rounded, unless phi is returned. Parameters and gradients are not rounded."""
     layer, x_inp = make(20, 16, 2), torch.randn(20, 32, requires_grad=True)
     with torch.autocast(x_inp.device.type, torch.bfloat16):
         layer(x_inp).sum().backward()
@@ -170,7 +170,7 @@ def test_what_is_rounded(dtypes):
 
 
 def test_sums_of_phi_are_of_what_it_was_before(dtypes):
-    """Not rounded: then they have the digits of float32 where products have those of bfloat16."""
+    """The sums add unrounded phi, so they have the digits of float32, but products those of bfloat16."""
     p = make_problem(make(40, 24, 2), torch.randn(40, 32))
     like, room, f = Chunk(slice(0, 1), slice(0, 1), slice(0, 40)), Room(), torch.rand(1, 40)
     dot = torch.randn(1, 40, 24).bfloat16()
@@ -187,7 +187,7 @@ def test_sums_of_phi_are_of_what_it_was_before(dtypes):
 @pytest.mark.parametrize("shift", [35, -200])
 @pytest.mark.parametrize("n_iters", [2, 3])
 def test_extreme_scores(shift, n_iters):
-    """f(z) is 1 or 0 in float32 there, 1 - f(z) and R are not."""
+    """For such scores, f(z) is 1 or 0 in float32, but 1 - f(z) and R are not."""
     layer = make(13, 20, n_iters)
     with torch.no_grad():
         layer.B_S += shift
@@ -199,7 +199,7 @@ def test_extreme_scores(shift, n_iters):
     ["fewer outputs", "more outputs", "not aligned", "any length", "float32", "masked", "waiting"],
 )
 def test_other_pairs_are_not_rounded(which, dtypes, limits):
-    """Those that wait until the end of a backward are in float32 from its beginning."""
+    """Pairs that wait until the end of a backward pass are float32 from its beginning."""
     limits(WIDE_OUTPUTS=(8, 15 if which == "more outputs" else 16))
     d = 48 if which == "waiting" else 32
     n_out = {"fewer outputs": 4, "not aligned": 14}.get(which, 16)
@@ -259,7 +259,7 @@ def make_problem(layer: vr.VectorRouting, x_inp: torch.Tensor, **tuning: int) ->
 
 @pytest.mark.parametrize("missing", [0, 1], ids=["small", "not small"])
 def test_x_inp_is_rounded_once_if_it_is_small(missing, limits):
-    """Whether or not a backward will come."""
+    """This holds with and without a backward pass."""
     x_inp, rows = torch.randn(20, 32), slice(5, 20)
     limits(SMALL_COPY=2 * x_inp.numel() - missing)
     p = make_problem(make(20, 16, 2), x_inp, keep_bytes=0)

@@ -1,4 +1,4 @@
-"""Special paths, each with a protocol that says what the rest of the engine calls; see ``ops/README.md``.
+"""Special paths. The protocol of a path has the functions that the engine calls; see ``ops/README.md``.
 
 ``batch`` replaces the loop over chunks. ``long`` and ``wide`` replace parts of it. Only ``module_of`` imports
 them, since they need Triton.

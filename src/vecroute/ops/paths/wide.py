@@ -39,7 +39,7 @@ def logistic(z, m):
 
 @triton.jit
 def of_small(dot, W_S, B_S, o_dot, o_S, o_j, m):
-    """Return exp(z) divided by the greatest of its row: proportional to f(z) if all f(z) are almost 0."""
+    """Return exp(z) over its greatest value in the row. It is proportional to f(z) if all f(z) are near 0."""
     z, _, _ = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
     z = tl.where(m, z, -float("inf"))
     return tl.exp(z - tl.max(z, 0))
@@ -54,14 +54,14 @@ def rows_kernel(
     phi,  # [b, i, j] the result
     sums,  # [b, k, j] its sums over the rows of each program
     start,  # the first row of the chunk in f and the parameters, which have all rows
-    n_rows,  # of a program
+    n_rows,  # rows per program
     n_inp, n_out, dot_i, phi_i, f_b,  # n_out, dot_i and phi_i in units of VEC
     FIRST: tl.constexpr,
     STAGES: tl.constexpr,  # if more than 1, a program loads the next row while it computes this one
     BLOCK_J: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
-    """phi = f ((beta_use + beta_ign) R - beta_ign)."""
+    """Compute phi = f ((beta_use + beta_ign) R - beta_ign)."""
     n_out = n_out * VEC
     part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_j = tl.arange(0, BLOCK_J)
@@ -111,20 +111,20 @@ def rows_backward_kernel(
     sqrt_n_inp,  # [b]
     grad_s,  # [b, j]
     grad_f,  # [b, i], added to; where FIRST turned into the gradient of W_A x_inp
-    grad_use, grad_ign, grad_W_S, grad_B_S,  # [b, i, j] each, of b one or of the chunk alone
+    grad_use, grad_ign, grad_W_S, grad_B_S,  # [b, i, j] each, with all rows if b is 1, else rows of the chunk
     waiting,  # [i, 2 j] where WAITS: grad_use as bfloat16
-    start, grad_start,  # the first row of the chunk in f and the parameters, and in these gradients
-    n_rows,  # of a program
+    start, grad_start,  # the first row of the chunk in f and the parameters, and in the four gradients above
+    n_rows,  # rows per program
     n_inp, n_out, pairs_i, width, dot_0, dot_i, waiting_i,  # all but n_inp in units of VEC
     f_b, grad_s_b,
     FIRST: tl.constexpr,
-    ADD: tl.constexpr,  # whether these gradients are added to
+    ADD: tl.constexpr,  # whether the kernel adds to these gradients
     WAITS: tl.constexpr,  # whether the gradients of c_sum and of -c_ign are stored until FIRST reads them
     STAGES: tl.constexpr,
     BLOCK_J: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``rows_kernel``."""
+    """Compute the gradient of ``rows_kernel``."""
     n_out = n_out * VEC
     part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_j = tl.arange(0, BLOCK_J)
@@ -192,7 +192,7 @@ def cut(p: Problem, like: Chunk, programs: int) -> tuple[int, int]:
 
 
 def coefficients(p: Problem, like: Chunk, dot, f: Tensor, dtype: torch.dtype, room: Room):
-    """As ``chunked.coefficients``."""
+    """Do the same as ``chunked.coefficients``."""
     (b, i), first = like.shape, dot is None
     blocks = of_whole_rows(p.n_out, first=first, backward=False)
     n_programs, n_rows = cut(p, like, blocks.pop("programs"))

@@ -66,7 +66,7 @@ def of_samples(b: int, most: int = 8) -> dict[str, int]:
 
 
 def of_inputs(n_inp: int, d_inp: int) -> dict[str, int]:
-    """Return rows and features for sums over samples of [i, d] numbers. Few numbers: small blocks (H200)."""
+    """Return rows and features of a block for sums over samples of [i, d] numbers (H200)."""
     rows, columns = (1, 256) if n_inp * d_inp <= 2**17 else (4, 512)
     return {"BLOCK_I": rows, "BLOCK_D": columns}
 
@@ -74,7 +74,7 @@ def of_inputs(n_inp: int, d_inp: int) -> dict[str, int]:
 def parts_of_samples(b: int, n: int) -> tuple[int, int]:
     """Return the number of parts for a sum of n numbers over b samples, and the samples per part.
 
-    There is one part, unless so many samples have so few numbers that a GPU would be idle.
+    There is one part, unless most of a GPU would be idle because samples are many and numbers few.
     """
     parts = max(1, min(b // 64, 2**17 // n, 2**10))
     return parts, cdiv(b, parts)

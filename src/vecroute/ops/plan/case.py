@@ -24,9 +24,9 @@ class Device(NamedTuple):
     """The properties of a device that plans look at."""
 
     kind: str  # as in torch.device: "cpu", "cuda", "meta"
-    capability: tuple[int, int] = (0, 0)  # of an NVIDIA GPU
-    shared_bytes: int = 0  # of shared memory for one block
-    processors: int = 3  # multiprocessors; some for Triton's interpreter
+    capability: tuple[int, int] = (0, 0)  # compute capability of an NVIDIA GPU
+    shared_bytes: int = 0  # bytes of shared memory for one block
+    processors: int = 3  # multiprocessors; the default is for Triton's interpreter
     compiles: bool = False  # whether CUDA C++ can be compiled
 
 
@@ -104,7 +104,7 @@ def mask_strides(mask: Tensor, x_inp: Tensor) -> Any:
 
 
 def is_tf32(x_inp: Tensor, rounded: torch.dtype) -> bool:
-    """Return whether products of float32 are tf32: by name, or since autocast would round them to less."""
+    """Return whether float32 products are tf32: if PyTorch is set to tf32, or autocast would round more."""
     if x_inp.dtype != torch.float32:
         return False
     return rounded != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"

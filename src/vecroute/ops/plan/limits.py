@@ -4,7 +4,7 @@
 ``limits.NAME``.
 """
 
-PLANS = 512  # plans in the cache; the least recently used one leaves
+PLANS = 512  # plans in the cache; the least recently used one is dropped
 
 # The batch path
 BATCH_OUTPUTS = 128  # one program holds all outputs of 64 inputs in its registers
@@ -16,14 +16,14 @@ TILE = 64  # inputs of one tile: the rows of one tensor-core instruction of a Ho
 PACKED_TILES = 16  # tiles that one program sums over if samples are packed (H200)
 LEAST_PROGRAMS = 120  # a sum is split until it has this many programs; an H200 has 132 multiprocessors
 W_A_PROGRAMS = 4  # extra programs per part for the gradient of W_A, which tensor cores cannot compute (H200)
-LARGE_PRODUCT = 2**27  # multiplications from which cuBLAS beats our kernel for F and G (H200)
+LARGE_PRODUCT = 2**27  # with this many multiplications or more, cuBLAS beats our kernel for F and G (H200)
 WORKSPACE = 2**24  # bytes that cuBLAS may use
 
 # The long path
-HALVES_ROWS = 20_000  # inputs; below, scaling M to float16 takes longer than it saves (H200)
+HALVES_ROWS = 20_000  # with fewer inputs, scaling M to float16 takes longer than it saves (H200)
 HALVES_PAIRS = 256  # float16 columns of one block of grad_W_A, where pairs wait until that block is written
 HALVES_D_INP = 128  # columns of one block
-CLUSTER_ROWS = 50_000  # inputs; below, extra launches cost more than a second read of x_inp (H200)
+CLUSTER_ROWS = 50_000  # with fewer inputs, extra launches cost more than a second read of x_inp (H200)
 CLUSTER_D = 256  # features that one multiprocessor of a cluster holds
 CLUSTER_SIZES = (2, 4, 8)  # multiprocessors of a cluster that the kernel is written for
 CLUSTER_OUTPUTS = (32, 104)  # fewer leave tensor cores idle, more do not fit the registers

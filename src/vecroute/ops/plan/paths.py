@@ -1,6 +1,6 @@
 """Which path a call takes, and why.
 
-A compiler asks with sizes that it does not know, so that each comparison here is a guard of its own.
+A compiler calls these functions with symbolic sizes. Each comparison then becomes a guard of its own.
 """
 
 from functools import lru_cache
@@ -34,7 +34,7 @@ def choose_path(case: Case) -> Plan:
 
 
 def why_not_batch(case: Case) -> str | None:
-    """What keeps a call from the batch path, if anything does."""
+    """Return the reason why a call cannot take the batch path, or None if it can."""
     j, n = case.n_out, 1
     for size in case.shape[:-1]:
         n *= size
@@ -80,8 +80,8 @@ def has_clusters(case: Case) -> bool:
 def has_halves(case: Case) -> bool:
     """Return whether the gradient of x_inp comes from pairs in float16.
 
-    Until then the pairs are stored in the rows of grad_W_A. They must fit its first block of columns, which
-    is written last. The pairs of every iteration start at a multiple of 16 bytes.
+    Until then, pairs wait in the rows of grad_W_A. They must fit its first block of columns, which is written
+    last. The pairs of every iteration must start at a multiple of 16 bytes.
     """
     if not is_long(case, limits.HALVES_ROWS) or case.n_iters < 2:
         return False
@@ -92,9 +92,9 @@ def has_halves(case: Case) -> bool:
 
 
 def is_wide(case: Case) -> bool:
-    """Return whether pairs are bfloat16: with many outputs they are most of what is read and written.
+    """Return whether pairs are bfloat16. With many outputs, pairs are most of the memory traffic.
 
-    Rows that do not begin at whole 8 bytes would be loaded number by number.
+    Rows must begin at multiples of 8 bytes, because other rows would be loaded number by number.
     """
     if case.variable or case.input_mask or case.use_strides is not None:
         return False

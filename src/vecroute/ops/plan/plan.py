@@ -1,4 +1,4 @@
-"""The plan of a call: what follows from its case and its path, computed when it is first asked for."""
+"""The plan of a call: everything that follows from its case and its path, computed when it is first used."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -170,11 +170,12 @@ class Plan:
 
     @cached_property
     def kept(self) -> Array:
-        """The values stored for every pair, [b, i, k]. b is 0 if they cost no product or exceed the budget.
+        """The values stored for every pair, [b, i, k]. b is 0 if nothing is stored.
 
-        If n_inp is None: c_sum and c_ign, which ``fused`` stores in the order of the product, before a_inp.
-        If n_inp is given, on a CPU or with many outputs: the dot products of every iteration but the first.
-        In other cases, a GPU computes them as fast as it would read them.
+        Values are stored if that saves time and they fit the budget. If n_inp is None, they are c_sum and
+        c_ign. ``fused`` stores them in the order of the product, before a_inp. If n_inp is given, on a CPU or
+        on the wide path, they are the dot products of every iteration but the first. In other cases, a GPU
+        computes dot products as fast as it would read them.
         """
         case, (b, i) = self.case, self.rows
         if case.variable:
@@ -222,7 +223,7 @@ class Plan:
 
     @cached_property
     def n_waiting(self) -> int:
-        """Numbers that wait for one input: phi and the gradient of dot of every iteration but the first."""
+        """How many numbers wait per input: phi and the gradient of dot of every iteration but the first."""
         return (self.case.n_iters - 1) * 2 * self.case.n_out
 
     @cached_property
@@ -304,7 +305,7 @@ class Plan:
         together = rows // max(1, n_rows)
         n_threads = torch.get_num_threads()
         if self.on_cpu and together > n_threads:
-            together -= together % n_threads  # equally many for each thread
+            together -= together % n_threads  # the same number for each thread
         return max(1, min(together, limits.GRID))
 
     @cached_property

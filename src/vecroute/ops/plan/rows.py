@@ -27,7 +27,7 @@ def n_computed(plan: Plan, first: bool, forward: bool) -> int:
 
 
 def n_results(plan: Plan, first: bool, adds_up: bool) -> int:
-    """Count the columns of a backward pass's results, without the gradient of c if it adds up elsewhere."""
+    """Count the columns of a backward pass's results, without the gradient of c if it is summed elsewhere."""
     own = n_own(plan, first, False)
     if not plan.case.variable or (adds_up and not first):
         return own

@@ -1,4 +1,4 @@
-"""What ``print(plan)`` tells."""
+"""The text that ``print(plan)`` shows."""
 
 from vecroute.ops.common import cdiv
 from vecroute.ops.plan import limits, rows

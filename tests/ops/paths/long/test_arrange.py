@@ -22,7 +22,7 @@ def test_by_features(n_out, parts, nan_filled_memory):
 
 @pytest.mark.parametrize("k", [300, 320, 60])
 def test_by_columns(k, nan_filled_memory):
-    """By loops over what a thread has of 32 rows: 8, four at a time, two of these in each half of 16."""
+    """Compare with loops. A thread has 8 of 32 rows, four at a time, two of these in each half of 16."""
     M = (2 * torch.rand(k, 128) - 1).half().float()
     weights = 2.0 ** torch.randint(-5, 5, (k, 1))
     arranged = arrange.by_columns(M * weights, weights)  # [2, k / 64, 64, 8, 8]
@@ -33,7 +33,7 @@ def test_by_columns(k, nan_filled_memory):
         place = n // 16 * 16 + n % 4 // 2 * 8 + n % 16 // 4 * 2 + n % 2  # in the order of the tensor cores
         found = arranged[column // 64, :, place, torch.arange(8) ^ place % 8].flatten()  # [k]
         for block in range(0, k - 31, 32):
-            at = block + 16 * step + 8 * half + 2 * thread  # [4, 2, 2], where two next to each other are
+            at = block + 16 * step + 8 * half + 2 * thread  # [4, 2, 2] the places of two neighbours
             two = torch.stack((found[at], found[at + 1]), -1)  # [4, 2, 2, 2]
             assert torch.equal(two.flatten(), expected[block : block + 32, column])
     assert arranged.ne(0).sum() == expected.ne(0).sum()

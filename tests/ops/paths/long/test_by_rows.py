@@ -1,4 +1,4 @@
-"""The kernel that makes the gradients of x_inp and W_A by rows: on Hopper GPUs alone."""
+"""The kernel that computes the gradients of x_inp and W_A by rows, only on Hopper GPUs."""
 
 import re
 
@@ -25,7 +25,7 @@ SIZES = [  # n_inp, d_inp, n_out, n_iters
 
 @pytest.fixture
 def calls(monkeypatch, tf32, limits):
-    """On a GPU, in tf32, the kernel for layers however short: an entry for each call."""
+    """Use the kernel for layers of any length, on a GPU in tf32. The list has an entry for each call."""
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
     calls, multiply = [], by_rows.input_gradient
@@ -72,7 +72,7 @@ def test_gradients_are_as_good_as_tf32(sizes, rows, calls, nan_filled_memory):
 
 @GPU
 def test_rows_have_units_of_their_own(calls):
-    """Rows whose gradients differ more than float16 can say."""
+    """The gradients of rows differ by more than the range of float16."""
     layer = make(400, 256, 40, 2)
     with torch.no_grad():
         layer.beta_use *= 10.0 ** torch.linspace(-6, 6, 400)[:, None]
@@ -110,7 +110,7 @@ def test_without_a_compiler_it_goes_another_way(calls, no_compiler):
 
 
 @GPU
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # PyTorch captures on another
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # PyTorch captures on another stream
 @pytest.mark.parametrize("rounded", [False, True], ids=["tf32", "autocast"])
 def test_captured(rounded, calls):
     layer, x_inp = make(700, 256, 20, 2), torch.randn(700, 256, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Iterations that read x_inp once, in clusters of multiprocessors: on Hopper GPUs alone."""
+"""Iterations that read x_inp once, in clusters of multiprocessors, only on Hopper GPUs."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ GPU = pytest.mark.gpu
 CASES = [  # n_inp, n_out, d_inp, n_iters
     (1000, 100, 1024, 2),
     (64, 100, 1024, 2),
-    (17, 32, 512, 3),  # less than a cluster has at a time
+    (17, 32, 512, 3),  # fewer rows than a cluster handles at a time
     (3000, 100, 512, 3),
     (9000, 64, 2048, 2),
     (20011, 64, 1024, 3),
@@ -27,7 +27,7 @@ CASES = [  # n_inp, n_out, d_inp, n_iters
 
 @pytest.fixture
 def calls(monkeypatch, tf32, limits):
-    """On a GPU, in tf32, with clusters for layers however short: an entry for each iteration in them."""
+    """Use clusters for layers of any length, on a GPU in tf32. The list has an entry per iteration."""
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
     calls, iterate = [], clusters.iterate
@@ -57,7 +57,7 @@ def test_shared_memory_is_as_large_as_the_kernel_divides(c, n_out, first):
     assert cluster_bytes(c, n_out, first) == constants["BARRIERS"] + 2 * 8
     assert (constants["D"], constants["THREADS"]) == (CLUSTER_D, clusters.THREADS)
     places = [name for name in ("X16", "PHI", "X_HAT") if not (first and name == "X_HAT")]
-    assert all(constants[name] % 1024 == 0 for name in places)  # what the tensor cores read
+    assert all(constants[name] % 1024 == 0 for name in places)  # places that the tensor cores read
 
 
 def test_source_has_the_sizes():
@@ -81,7 +81,7 @@ def test_a_cpu_goes_another_way(monkeypatch, tf32, limits):
     limits(CLUSTER_ROWS=1)
     monkeypatch.setattr(long, "iterate", None)
     layer = make(20, 32, 512)
-    if torch.cuda.is_available():  # then Triton's interpreter is not there to run it on a CPU
+    if torch.cuda.is_available():  # then no interpreter can run the kernel on the CPU
         layer.implementation = "chunked"
     assert layer(torch.randn(20, 512)).isfinite().all()
 
@@ -104,7 +104,7 @@ def test_x_out_without_a_toolkit(calls, monkeypatch):
 
 @GPU
 def test_rows_have_units_of_their_own(calls):
-    """Rows whose sizes differ more than float16 can say, and outputs whose coefficients do."""
+    """Rows, and coefficients of outputs, differ by more than the range of float16."""
     layer = make(3000, 40, 1024)
     with torch.no_grad():
         layer.beta_use *= 10.0 ** torch.linspace(-3, 3, 40)
@@ -120,7 +120,7 @@ def test_rows_have_units_of_their_own(calls):
 @GPU
 @pytest.mark.parametrize("bias", [-300.0, -60.0, 60.0])
 def test_scores_that_say_nothing(bias, calls):
-    """f(z) of every output almost 0, or almost 1."""
+    """f(z) of every output is almost 0, or almost 1."""
     layer = make(500, 32, 512)
     with torch.no_grad():
         layer.B_S += bias
@@ -130,7 +130,7 @@ def test_scores_that_say_nothing(bias, calls):
 
 @GPU
 def test_coefficients_at_the_edge_of_float16(calls):
-    """phi almost twice its unit's power of two, and all of R to one output."""
+    """phi is almost twice its unit's power of two, and one output has all of R."""
     layer = make(300, 32, 512)
     with torch.no_grad():
         layer.beta_use.fill_(1.99999)

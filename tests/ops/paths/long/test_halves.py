@@ -1,4 +1,4 @@
-"""The gradient of x_inp from pairs in float16, where tf32 is asked for."""
+"""The gradient of x_inp from pairs in float16, if products are tf32."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
     (2, 90, 20, 256, 0),
     (3, 70, 20, 256, 32),
     (2, 40, 100, 512, 0),
-    (2, 33, 7, 140, 16),  # less than a block of rows, and more than one of columns, but not two
-    (2, 20, 127, 384, 0),  # pairs that wait fill the first block of columns
+    (2, 33, 7, 140, 16),  # less than one block of rows, between one and two blocks of columns
+    (2, 20, 127, 384, 0),  # waiting pairs fill the first block of columns
 ]
 
 
 @pytest.fixture
 def calls(monkeypatch, limits):
-    """A list with an entry for each call of the kernel, which layers however short have."""
+    """Use the kernel for layers of any length. The list has an entry for each call."""
     calls, call = [], halves.input_gradient
     limits(HALVES_ROWS=1, BY_ROWS_STAGES=100)  # no GPU has the memory for 100 stages of ``by_rows``
     monkeypatch.setattr(halves, "input_gradient", lambda *a: (calls.append(1), call(*a)))
@@ -38,7 +38,7 @@ def row_error(got: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 
 def assert_as_tf32(layer: vr.VectorRouting, x_inp: torch.Tensor, **masks: torch.Tensor) -> None:
-    """By the one rule on a GPU; the interpreter rounds in this kernel alone, and there no more than tf32."""
+    """On a GPU, use the tolerance rule. The interpreter rounds only in this kernel, and no more than tf32."""
     if x_inp.is_cuda:
         assert_layer_as_good(layer, x_inp, **masks)
         return
@@ -60,7 +60,7 @@ def test_gradients_have_the_digits_of_tf32(case, masked, calls, nan_filled_memor
 
 @pytest.mark.parametrize("size", [1e-15, 1e15])
 def test_gradients_of_any_size(size, calls):
-    """float16 has none that large or small, nor have gradients of some outputs the size of the others'."""
+    """Gradients exceed the range of float16, and outputs have gradients of very different sizes."""
     layer, x_inp = make(2, 50, 10, 128), torch.randn(50, 128)
     upstream = torch.randn(10, 9) * size * 10.0 ** torch.arange(-5, 5)[:, None]
     grads = []
@@ -68,12 +68,12 @@ def test_gradients_of_any_size(size, calls):
         x = x.requires_grad_()
         each(x).backward(upstream.to(x))
         grads.append(x.grad)
-    assert row_error(*grads).max() < (2**-8 if x_inp.is_cuda else 2**-10)  # there all products are tf32
+    assert row_error(*grads).max() < (2**-8 if x_inp.is_cuda else 2**-10)  # on a GPU all products are tf32
     assert calls
 
 
 def test_features_with_small_parameters(calls):
-    """The gradient of such a feature has its own digits, not those of the greatest in its row."""
+    """The gradient of such a feature keeps its digits, even if others in its row are much larger."""
     layer, x_inp = make(2, 60, 12, 256), torch.randn(60, 256)
     small = slice(100, 140)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_nothing_but_zeros(calls, nan_filled_memory):
     ("n_iters", "n_out", "d_inp"), [(2, 129, 512), (2, 5, 130), (2, 5, 64), (3, 5, 128)], ids=str
 )
 def test_other_shapes_go_another_way(n_iters, n_out, d_inp, calls):
-    """Pairs that do not fit, rows of an odd size, less than a block of columns, pairs that start anywhere."""
+    """Pairs do not fit, rows have an odd size, columns are less than a block, or pairs are not aligned."""
     assert_layer_as_good(make(n_iters, 20, n_out, d_inp), torch.randn(20, d_inp))
     assert not calls
 
@@ -115,7 +115,7 @@ def test_other_memory_goes_another_way(calls):
 
 
 def test_few_rows_go_another_way(calls, limits):
-    """What makes halves of M is as slow as all the rest of a small layer."""
+    """Converting M to halves takes as long as all the rest of a small layer."""
     limits(HALVES_ROWS=51)
     assert_as_tf32(make(2, 50, 10, 128), torch.randn(50, 128))
     assert not calls

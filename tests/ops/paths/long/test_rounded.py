@@ -1,4 +1,4 @@
-"""Products of float32 rows in bfloat16, without a copy of them: on Hopper GPUs alone."""
+"""Products of float32 rows in bfloat16, without a rounded copy of the rows, only on Hopper GPUs."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ SIZES = [  # n_inp, d_inp, n_out, n_iters
 
 @pytest.fixture
 def calls(monkeypatch, tf32, limits):
-    """On a GPU the kernel for layers however short: an entry for each pass."""
+    """Use the kernel for layers of any length, on a GPU. The list has an entry for each pass."""
     if not torch.cuda.is_available():
         pytest.fail("needs a GPU")
     calls, multiplier = [], rounded.multiplier
@@ -44,7 +44,7 @@ def test_shared_memory_is_as_large_as_the_kernel_divides(n_out, parts, device):
     constants = named_constants("rounded.cu", {"N_OUT": n_out, "PARTS": parts})
     assert rounded_bytes(n_out, parts) == constants["BARRIERS"] + 2 * constants["STAGES"] * 8
     assert arrange.by_features(torch.zeros(parts * n_out, 64), n_out).numel() * 2 == constants["STAGE"]
-    assert constants["GROUP"] % 1024 == constants["OF_GROUP"] % 1024 == 0  # what the tensor cores read
+    assert constants["GROUP"] % 1024 == constants["OF_GROUP"] % 1024 == 0  # places that the tensor cores read
     for name in ("GROUPS", "ROWS", "FEATURES", "STAGES"):
         assert constants[name] == getattr(rounded, name)
 

@@ -20,16 +20,18 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
     """Allocate phi for chunks of one shape, and return it with a function that fills it.
 
     Args:
-        c: [b, i, 2 j] c_sum and c_ign, or [b, i, j] their combination under the flat prior, for the rows of
-            the chunk or for all rows; None if n_inp is given.
+        c: [b, i, 2 j] c_sum and c_ign, or under the flat prior [b, i, j] their combination. It has the rows
+            of the chunk, or all rows. None if n_inp is given.
         dot: [b, i, j] x_inp times ``scores_matrix``, or None in the first iteration.
-        a: [b, i, 1 or more] x_inp times W_A in the first column, in the first iteration if n_inp is None.
+        a: [b, i, 1 or more] with x_inp times W_A in the first column, in the first iteration if n_inp is
+            None; else None.
         f: [b, i] activations of all rows, filled if a is given.
         dtype: dtype of phi.
         room: buffers that chunks share.
 
     Returns:
-        phi [b, i, j]; numbers [b, j, k] whose sum over k is the sum of phi over i; a function of a chunk.
+        phi [b, i, j]; numbers [b, j, k] whose sum over k is the sum of phi over i; and a function that fills
+        both for a chunk.
     """
     phi = room.take("R", f, *like.shape, p.n_out, dtype=dtype)  # [b, i, j]
 
@@ -62,17 +64,17 @@ def coefficients_backward(
 ):
     """Return a function that turns the pairs [b, i, q] of a chunk into phi and the other columns' gradients.
 
-    It adds to grad_f [b, i], and if n_inp is given to the gradients of the betas, W_S and B_S. In the first
-    iteration it turns grad_f into the gradient of W_A x_inp.
+    The function adds to grad_f [b, i]. If n_inp is given, it also adds to the gradients of the betas, W_S and
+    B_S. In the first iteration it turns grad_f into the gradient of W_A x_inp.
 
     Args:
         like, c: as in ``coefficients``.
         results: [b, i, q] memory for phi and the gradients, for the chunk or for all rows. It may be pairs.
-        grad_c: [b, i, 2 j or j] memory for the gradient of c. If ``columns.adds_up``, it is added to.
+        grad_c: [b, i, 2 j or j] memory for the gradient of c, which is added to if ``columns.adds_up``.
         columns: the layout of pairs and results.
         f, grad_f: [b, i], for all rows.
         grad_s: [b, j].
-        into: the ``InputGradient``, which says whether results are halved.
+        into: the ``InputGradient``. It says whether results are float16 (``halved``).
 
     Returns:
         The results without phi, [b, i, q - j], and the function.
@@ -128,10 +130,11 @@ def turn(
 
 
 def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of M for c_sum and c_ign, or for the flat c, then for a_inp and zeros up to n rows.
+    """Return the n rows of M that all samples share.
 
     Returns:
-        The rows [n, d], and their biases [n].
+        The rows [n, d], and their biases [n]: rows for c_sum and c_ign, or for the flat c. If n is larger, a
+        row for a_inp follows, then zeros.
     """
     W, B = p.W_c, p.B_c  # [2 j, d], [2 j]
     if flat:
@@ -143,7 +146,7 @@ def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
 
 
 def shared_rows_backward(p: Problem, grad: Tensor, sums: Tensor, flat: bool, first: bool, grads: Grads):
-    """Add the gradients of the parameters in the rows of ``shared_rows``, and of B_A, to grads.
+    """Add the gradients of B_A, and of the parameters in the rows of ``shared_rows``, to grads.
 
     Args:
         grad: [n, d] gradient of the rows.
@@ -186,7 +189,7 @@ def betas_backward(p: Problem, chunk: Chunk, grad_sum, grad_ign, grads, fresh: b
 
     Args:
         grad_sum: [b, i, j] gradient of c_sum, or of the combination under the flat prior.
-        grad_ign: [b, i, j] minus the gradient of c_ign, or None there.
+        grad_ign: [b, i, j] minus the gradient of c_ign, or None under the flat prior.
     """
     fresh &= chunk.samples.start == 0
     grad, flat = over_samples(grad_sum), grad_ign is None  # [i, j]
@@ -228,7 +231,7 @@ def responsibilities(p: Problem, chunk: Chunk, dot, use, out: Tensor, room: Room
 
 
 def scores_backward(p: Problem, chunk: Chunk, grad_z: Tensor, dot: Tensor, out: Tensor, grads, fresh) -> None:
-    """Fill out [b, i, j] with the gradient of dot, from grad_z; if n_inp is given, add to W_S and B_S."""
+    """Fill out [b, i, j] with the gradient of dot. If n_inp is given, add to the gradients of W_S and B_S."""
     if p.variable:
         out.copy_(grad_z)
         return
@@ -245,7 +248,7 @@ def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:
 
 
 def activations_backward(p: Problem, chunk: Chunk, f: Tensor, grad_f: Tensor, column) -> None:
-    """Turn grad_f [b, i] into the gradient of W_A x_inp; copy it to the first of column [b, i, 1 to 8]."""
+    """Turn grad_f [b, i] into the gradient of W_A x_inp, and copy it to column[..., 0] if that is given."""
     grad_f *= f * (1 - f)
     grad_f /= p.sqrt_n_inp[chunk.samples]
     if column is not None:
@@ -254,7 +257,9 @@ def activations_backward(p: Problem, chunk: Chunk, f: Tensor, grad_f: Tensor, co
 
 
 def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into, grads) -> None:
-    """If n_inp is given, in the first iteration: grad_x += pairs M + grad_a W_A, and the gradient of W_A.
+    """In the first iteration, if n_inp is given, compute the gradient of W_A, and finish grad_x.
+
+    The function adds pairs M + grad_a W_A to grad_x.
 
     Args:
         grad_a: [b, i] gradient of W_A x_inp.

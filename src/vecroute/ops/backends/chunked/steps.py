@@ -30,9 +30,9 @@ def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
 
 
 def scores_matrix_backward(p: Problem, grad: Tensor, sums: Tensor, g: Tensor, grads: Grads) -> Tensor:
-    """If n_inp is None: turn the gradient of x_hat W_S into grad_x_hat [b, j, d], in place.
+    """If n_inp is None, turn the gradient of x_hat W_S into grad_x_hat [b, j, d], in place.
 
-    Adds to the gradients of W_S and B_S.
+    The function also adds to the gradients of W_S and B_S.
 
     Args:
         sums: [b, j] sums of the gradient of z over i.
@@ -59,7 +59,7 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
 def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: Grads) -> Tensor:
     """Return grad_x_out [b, j, h] from grad_x_hat [b, j, d], which is overwritten."""
     grads.add("W_G2", over_samples(grad_x_hat * g))  # [j, d]
-    grads.add("B_G2", grad_x_hat.sum(0))  # [j, d], not a view, which would keep all rows in memory
+    grads.add("B_G2", grad_x_hat.sum(0))  # [j, d], a copy, because a view would keep all rows
     grad_g = grad_x_hat.mul_(p.w.W_G2)  # [b, j, d]
     v, size = x_out, x_out.shape[-1:]
     if size[0] > 1:
@@ -75,7 +75,7 @@ def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tenso
 
 
 def matmul(p: Problem, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply small matrices without rounding to float16, which sums over many inputs may overflow.
+    """Multiply small matrices without rounding to float16, because sums over many inputs may overflow it.
 
     Under autocast of a float32 x_inp these products are tf32.
     """

@@ -11,7 +11,7 @@ def activations_kernel(
     x, W_A, B_A, sqrt_n_inp, f,  # [b, i, d], [i, d], [i], [b], [b, i]
     n_inp, d_inp, x_b, x_i, x_d, W_i, f_b, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """f(a_inp_i), the logistic function of sum_d W_A_id x_inp_id / sqrt(n_inp) + B_A_i."""
+    """Compute f(a_inp_i), the logistic function of sum_d W_A_id x_inp_id / sqrt(n_inp) + B_A_i."""
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
     b = tl.program_id(1).to(tl.int64)
     m_i = o_i < n_inp
@@ -31,7 +31,7 @@ def activations_backward_kernel(
     n_batch, n_inp, d_inp, x_b, x_i, x_d, W_i, scaled_b, grad_x_b, grad_x_i, grad_x_d, grad_W_i, fresh,
     GRAD_X: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """grad_x_id += scaled_i W_A_id and grad_W_A_id = sum over the batch of scaled_i x_id."""
+    """Add scaled_i W_A_id to grad_x_id, and sum scaled_i x_id over the batch to grad_W_A_id."""
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
     o_d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     m_i = o_i < n_inp

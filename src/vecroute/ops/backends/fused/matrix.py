@@ -13,7 +13,7 @@ from vecroute.ops.problem import Grads, Problem
 
 @triton.jit
 def beta(use, ign, is_sum, PRIOR: tl.constexpr, FLAT: tl.constexpr, WITH_SUM: tl.constexpr):
-    """Parameters that give c_sum, c_ign or the flat c, from the parameters of beta_use and beta_ign."""
+    """Return the parameters of c_sum, c_ign or the flat c, from the parameters of beta_use and beta_ign."""
     other = PRIOR * (use + ign) - ign if FLAT else ign
     return tl.where(is_sum, use + ign, other) if WITH_SUM else other
 
@@ -30,7 +30,7 @@ def shared_rows_kernel(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Rows for c_sum (if WITH_SUM), c_ign (or the flat c if FLAT), a_inp, then zeros; and their biases."""
+    """Write the rows for c_sum (if WITH_SUM), c_ign (if FLAT, c) and a_inp, then zeros; and their biases."""
     q = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     n_c = 2 * n_out if WITH_SUM else n_out
@@ -51,7 +51,7 @@ def shared_rows_kernel(
 
 @triton.jit
 def beta_backward(of_sum, of_other, PRIOR: tl.constexpr, FLAT: tl.constexpr):
-    """Gradients of beta_use and beta_ign, from gradients of c_sum and of c_ign or the flat c."""
+    """Return the gradients of beta_use and beta_ign, from gradients of c_sum and of c_ign or the flat c."""
     if FLAT:
         return of_sum + PRIOR * of_other, of_sum + (PRIOR - 1) * of_other
     return of_sum, of_sum + of_other
@@ -73,7 +73,7 @@ def shared_rows_backward_kernel(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``shared_rows_kernel``, and the gradient of B_A."""
+    """Compute the gradient of ``shared_rows_kernel``, and the gradient of B_A."""
     j = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_j, m_d = j < n_out, d < d_inp
@@ -143,7 +143,7 @@ def scores_matrix_backward_kernel(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x_hat W_S, with x_hat = W_G2 g + B_G2; a row is one output of one sample."""
+    """Compute the gradient of x_hat W_S, with x_hat = W_G2 g + B_G2. A row is one output of one sample."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     m_row, b, j = row < n_rows, row // n_out, row % n_out
     b_S = tl.load(W_S + j, mask=m_row, other=0.0).to(T)
@@ -163,7 +163,7 @@ def scores_matrix_backward_kernel(
 
 
 def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
-    """As ``chunked.shared_rows``."""
+    """Do the same as ``chunked.shared_rows``."""
     d = p.x_inp.shape[-1]
     rows, bias = p.sqrt_n_inp.new_empty(n, d), p.sqrt_n_inp.new_empty(n)  # [q, d] and [q]
     grid = cdiv(n, MATRIX["BLOCK_Q"]), cdiv(d, MATRIX["BLOCK_D"])
@@ -177,7 +177,7 @@ def shared_rows(p: Problem, flat: bool, n: int) -> tuple[Tensor, Tensor]:
 def shared_rows_backward(
     p: Problem, grad: Tensor, sums: Tensor, flat: bool, first: bool, grads: Grads
 ) -> None:
-    """As ``chunked.shared_rows_backward``."""
+    """Do the same as ``chunked.shared_rows_backward``."""
     names = ("W_use", "W_ign", "B_use", "B_ign", *(("W_A", "B_A") if first else ()))
     found = [grad.new_empty(getattr(p.w, name).shape) for name in names]
     grid = cdiv(p.n_out, MATRIX["BLOCK_Q"]), cdiv(grad.shape[1], MATRIX["BLOCK_D"])
@@ -191,7 +191,7 @@ def shared_rows_backward(
 
 
 def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
-    """Do the same as ``columns.with_shared``, but contiguous in q, which makes products fastest."""
+    """Do the same as ``columns.with_shared``, but contiguous in q. This makes products fastest."""
     if shared is None:
         return own
     (b, k, d), n = own.shape, own.shape[1] + len(shared)
@@ -202,7 +202,7 @@ def stacked(own: Tensor, shared: Tensor | None) -> Tensor:
 
 
 def scores_matrix_backward(p: Problem, grad: Tensor, sums: Tensor, g: Tensor, grads: Grads) -> Tensor:
-    """As ``chunked_steps.scores_matrix_backward``."""
+    """Do the same as ``chunked.steps.scores_matrix_backward``."""
     b, j, d = g.shape
     parts, block = sums.new_empty(2, b, j), blocks.of_rows(d)  # [2, b, j]
     scores_matrix_backward_kernel[cdiv(b * j, block["BLOCK_R"]),](

@@ -11,7 +11,7 @@ from vecroute.ops.plan import blocks, limits
 
 @triton.jit
 def normalize_rows(x, row, o_h, m, d_out):
-    """v = (x - mean) rstd of some rows, and rstd."""
+    """Return v = (x - mean) rstd of some rows, and rstd."""
     b_x = tl.load(x + row * d_out + o_h, mask=m, other=0.0)
     b_x = tl.where(m, b_x - tl.sum(b_x, 1)[:, None] / d_out, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(b_x * b_x, 1)[:, None] / d_out + 1e-5)
@@ -20,7 +20,7 @@ def normalize_rows(x, row, o_h, m, d_out):
 
 @triton.jit
 def normalize_kernel(x, v, n_rows, d_out, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):  # [r, h] each
-    """v = N(x)."""
+    """Compute v = N(x)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     o_h = tl.arange(0, BLOCK_D)[None, :]
     m = (row < n_rows) & (o_h < d_out)
@@ -33,7 +33,7 @@ def normalize_backward_kernel(
     grad_v, x, v, grad_x,  # [r, h] each
     n_rows, d_out, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """v = N(x) once more, and grad_x = rstd (grad_v - mean(grad_v) - v mean(v grad_v)) of each row."""
+    """Compute v = N(x) again, and grad_x = rstd (grad_v - mean(grad_v) - v mean(v grad_v)) of each row."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     o_h = tl.arange(0, BLOCK_D)[None, :]
     m = (row < n_rows) & (o_h < d_out)
@@ -73,7 +73,7 @@ def normalized_backward(grad_v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether our kernel normalises x and rounds it to dtype. Without rounding, PyTorch's is used."""
+    """Return whether our kernel normalises x and rounds it to dtype. If nothing is rounded, PyTorch does."""
     return dtype != x.dtype and 1 < x.shape[-1] <= limits.NORM_D_OUT
 
 

@@ -26,7 +26,7 @@ def in_units(strides: dict[str, int], n_out: int) -> dict[str, int]:
 
 @triton.jit
 def used(use, o_use, j_use, o_j, m):
-    """Load which pairs of a block are used. j_use is large if the mask is contiguous in i."""
+    """Load which pairs of a block are used. The stride j_use is large if the mask is contiguous in i."""
     return m & (tl.load(use + o_use + o_j.to(tl.int64) * j_use, mask=m, other=0) != 0)
 
 
@@ -41,9 +41,10 @@ def f_of(z):
 @triton.jit
 def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.constexpr, FIXED: tl.constexpr,
            MASKED: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """For a block of pairs: low and q of f(z) = exp(low) q, 1 - f(z), the dot products, and which are used.
+    """Return low and q of f(z) = exp(low) q, 1 - f(z), the dot products, and which pairs of a block are used.
 
-    f is 0 at unused pairs and outside; low is -inf there. Under the flat prior f is 1 at used pairs.
+    At unused pairs, and outside of the tensors, f is 0 and low is -inf. Under the flat prior, f is 1 at used
+    pairs.
     """
     b_dot = tl.zeros(m.shape, T)
     low = tl.zeros(m.shape, T)
@@ -65,7 +66,7 @@ def scores(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, o_j, m, FIRST: tl.const
 @triton.jit
 def normaliser(dot, W_S, B_S, use, o_dot, o_S, o_use, j_use, m_i, n_out, TILES: tl.constexpr, FIRST: tl.constexpr,
                FIXED: tl.constexpr, MASKED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """top, the greatest low of each row (0 if no pair is used), and sum_j f exp(-top) (1 if none is used)."""
+    """Return top, the greatest low of each row, and sum_j f exp(-top); 0 and 1 for a row without used pairs."""
     top = tl.full([BLOCK_I, 1], -float("inf"), T)
     total = tl.zeros([BLOCK_I, 1], T)
     if FIRST and not MASKED:
@@ -94,7 +95,7 @@ def softmax(low, q, top, total):
 
 @triton.jit
 def betas(c_sum, c_ign, o_c, o_j, m, FIXED: tl.constexpr, T: tl.constexpr):
-    """c_sum and c_ign of a block; if FIXED the pointers are to beta_use and beta_ign."""
+    """Return c_sum and c_ign of a block. If FIXED, the pointers point to beta_use and beta_ign."""
     b_sum = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
     b_ign = tl.load(c_ign + o_c + o_j, mask=m, other=0.0).to(T)
     if FIXED:
@@ -104,7 +105,7 @@ def betas(c_sum, c_ign, o_c, o_j, m, FIXED: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def flat_c(c_sum, c_ign, o_c, o_j, m, PRIOR: tl.constexpr, BOTH: tl.constexpr, T: tl.constexpr):
-    """c of a block under the flat prior, if n_inp is None."""
+    """Return c of a block under the flat prior, if n_inp is None."""
     u = tl.load(c_sum + o_c + o_j, mask=m, other=0.0).to(T)
     if BOTH:
         u = PRIOR * u - tl.load(c_ign + o_c + o_j, mask=m, other=0.0).to(T)
@@ -113,7 +114,7 @@ def flat_c(c_sum, c_ign, o_c, o_j, m, PRIOR: tl.constexpr, BOTH: tl.constexpr, T
 
 @triton.jit
 def from_row(start, n_out, c_sum, c_ign, W_S, B_S):
-    """Move pointers to parameters [i, j] to a row. Offsets from there need fewer registers than int64 ones."""
+    """Move pointers to parameters [i, j] to a row. Offsets from there need fewer registers than int64 offsets."""
     offset = start.to(tl.int64) * n_out
     return c_sum + offset, c_ign + offset, W_S + offset, B_S + offset
 
@@ -128,7 +129,7 @@ def to_be_summed(b, o_i, o_j, n_inp, n_out, TRANSPOSED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["start"])
 def coefficients_kernel(
-    dot,  # [b, i, j] x_inp times x_hat; if ACTIVATE [b, i, ...] with x_inp times W_A first; else if FIRST not read
+    dot,  # [b, i, j] x_inp times x_hat; if ACTIVATE [b, i, ...], its first column x_inp times W_A; else if FIRST not read
     c_sum,  # [b, i, j], or beta_use [i, j] if FIXED; the flat c if FLAT and not BOTH
     c_ign,  # [b, i, j], or beta_ign [i, j] if FIXED; not read if FLAT and not BOTH
     W_S,  # [i, j] where FIXED, else not read
@@ -157,7 +158,7 @@ def coefficients_kernel(
     VEC: tl.constexpr,  # a divisor of n_out and all row strides, which are given in units of it
     T: tl.constexpr,  # dtype of all arithmetic
 ):  # fmt: skip
-    """phi = f (c_sum R - c_ign)."""
+    """Compute phi = f (c_sum R - c_ign)."""
     n_out = n_out * VEC
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
     b = tl.program_id(1).to(tl.int64)
@@ -207,10 +208,10 @@ def sum_samples_kernel(
     parts,  # [k, b, n], k <= 4
     sum_0, sum_1, sum_2, sum_3,  # [n] each, added to
     n_batch, n,
-    fresh,  # whether they are stored instead of added to
+    fresh,  # whether sums are stored instead of added
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Sum k is the sum of parts[k] over b."""
+    """Add the sum of parts[k] over b to sum k, for each k."""
     k = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros([BLOCK_B, BLOCK_N], T)
@@ -242,12 +243,12 @@ def coefficients_backward_kernel(
     grad_B_S,  # [b, i, j] if FIXED
     grad_dot,  # [b, i, j] if FIXED: a copy of the gradient of dot, to be summed over i
     weights,  # [2 j or j] factors of HALVED results
-    tops,  # [2, i] scales of the rows of HALVED results: of the pass before, and of this one, not less
+    tops,  # [2, i] scales of the rows of HALVED results: from the pass before, and new ones, at least as large
     fresh,  # whether gradients are stored instead of added to
     start, n_inp, n_out,  # as above; grad_f and tops have all rows too
     pairs_i, results_b, results_i, c_b, c_i, use_b, use_i, use_j, f_b, grad_s_b, grad_c_b,
     grad_c_i, n_a, tops_t,
-    ADDS_UP: tl.constexpr,  # whether a flat c has the gradients of c_sum and c_ign
+    ADDS_UP: tl.constexpr,  # whether to add to the gradients of c_sum and c_ign, even if c is flat
     PRIOR: tl.constexpr,  # as above
     FIRST: tl.constexpr,
     FIXED: tl.constexpr,
@@ -265,7 +266,7 @@ def coefficients_backward_kernel(
     VEC: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``coefficients_kernel``."""
+    """Compute the gradient of ``coefficients_kernel``."""
     n_out = n_out * VEC
     o_i = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
     b = tl.program_id(1).to(tl.int64)
@@ -282,7 +283,7 @@ def coefficients_backward_kernel(
     if not FLAT:
         top, total = normaliser(pairs, W_S, B_S, use, o_dot, o_S, o_use, use_j, m_i, n_out, TILES, FIRST, FIXED,
                                 MASKED, BLOCK_I, BLOCK_J, T)  # fmt: skip
-    # The first loop over j: sums over j for grad_f, and sum_j R grad_R for the softmax.
+    # The first loop over j computes two sums over j: one for grad_f, and sum_j R grad_R for the softmax.
     sum_f = tl.zeros([BLOCK_I, 1], T)
     sum_R = tl.zeros([BLOCK_I, 1], T)
     for tile in range(TILES):
@@ -327,7 +328,7 @@ def coefficients_backward_kernel(
             add_to(grad_sum + o_grad_c + o_j, R * grad_phi, m, fresh, T)
             add_to(grad_ign + o_grad_c + o_j, ((R - 1.0) if FIXED else -1.0) * grad_phi, m, fresh, T)
             if not FIRST:
-                # The same products as above. So they cancel exactly if one output has all of R.
+                # These products are the same as above, so that they cancel exactly if one output has all of R.
                 grad_z = (R * (b_sum * grad_phi) - R * sum_R) * rest
                 if FIXED:
                     add_to(grad_W_S + o_grad_c + o_j, grad_z * b_dot, m, fresh, T)

@@ -26,7 +26,7 @@ from vecroute.ops.problem import Problem
 
 
 def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: dict[str, int]) -> dict:
-    """Return the arguments that both kernels over pairs share, without the start of a chunk. Adds strides."""
+    """Return the arguments that both kernels over pairs share, except start, and add to ``strides``."""
     fixed, both = c is None, c is not None and c.shape[-1] > p.n_out
     flat = not fixed and p.plan.is_flat(first)
     if fixed:
@@ -43,7 +43,7 @@ def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: 
         "sqrt_n_inp": p.sqrt_n_inp[like.samples], "n_inp": like.shape[1], "f_b": f.stride(0),
         "use_b": use_strides[0], "use_i": use_strides[1], "use_j": use_strides[2],
         "FIRST": first, "FIXED": fixed, "FLAT": flat, "BOTH": flat and both, "MASKED": p.use is not None,
-        "PRIOR": p.prior if flat else 0.0,  # compiled for each that is needed
+        "PRIOR": p.prior if flat else 0.0,  # a constant: Triton compiles a kernel for each value
         "TRANSPOSED": transposes(p, like), "C_OF_ALL": has_all_rows(c_sum, like),
         "T": triton_dtype(p), **in_units(strides, p.n_out),
     }  # fmt: skip
@@ -55,13 +55,13 @@ def transposes(p: Problem, like: Chunk) -> bool:
 
 
 def to_be_summed(p: Problem, name: str, chunk: Chunk, like: Tensor, room: Room) -> Tensor:
-    """Allocate memory for [b, i, j] numbers in the dtype of another tensor."""
+    """Allocate memory for numbers [b, i, j] that are summed over i, in the dtype of ``like``."""
     (b, i), j = chunk.shape, p.n_out
     return room.take(name, like, b, j, i).mT if transposes(p, chunk) else room.take(name, like, b, i, j)
 
 
 def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dtype, room: Room):
-    """As ``chunked.coefficients``."""
+    """Do the same as ``chunked.coefficients``."""
     if dtype != p.dtype:
         return p.path.coefficients(p, like, dot, f, dtype, room)
     b, i = like.shape
@@ -79,7 +79,7 @@ def coefficients(p: Problem, like: Chunk, c, dot, a, f: Tensor, dtype: torch.dty
 def coefficients_backward(
     p: Problem, like: Chunk, c, pairs, results, grad_c, columns, f, grad_s, grad_f, grads, fresh, into, room
 ):
-    """As ``chunked.coefficients_backward``."""
+    """Do the same as ``chunked.coefficients_backward``."""
     n_out, (b, i), first = p.n_out, like.shape, columns.first
     names = ("beta_use", "beta_ign") if first else ("beta_use", "beta_ign", "W_S", "B_S")
     if c is not None:
@@ -140,7 +140,7 @@ def backward(
 
 
 def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:
-    """As ``chunked.activations``."""
+    """Do the same as ``chunked.activations``."""
     b, i, d = x.shape
     W_A, B_A = p.w.W_A[chunk.rows], p.w.B_A[chunk.rows]  # [i, d], [i]
     block = {"BLOCK_I": 4, "BLOCK_D": min(next_power_of_2(d), 1024), "T": triton_dtype(p)}
@@ -150,7 +150,7 @@ def activations(p: Problem, chunk: Chunk, x: Tensor, f: Tensor) -> None:
 
 
 def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into, grads) -> None:
-    """Do the same as ``chunked.inputs_backward``; in one kernel if it is ours and there is one sample."""
+    """Do the same as ``chunked.inputs_backward``, with one kernel if there is one sample in IEEE float32."""
     if into.halved:
         rows, w = chunk.rows, p.plan.n_waiting
         waiting, top = into.place[0, rows, :w], into.top[1:, rows]  # [i, w], [t, i]

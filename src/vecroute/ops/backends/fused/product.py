@@ -19,7 +19,7 @@ def rows_kernel(
     b,  # [b, n, k]
     out,  # [b, i, n]
     x, W_A, scaled, grad_W_A,  # [i, n], [i, n], [i], [i, n]; not read unless ACTIVATIONS
-    n_rows, n_columns, n_inner, a_s, a_i, b_s, b_n, out_s, out_i,  # in units of VEC but n_rows and *_s
+    n_rows, n_columns, n_inner, a_s, a_i, b_s, b_n, out_s, out_i,  # in units of VEC, except n_rows and *_s
     x_i, W_i, grad_W_i,
     ADD: tl.constexpr,
     ACTIVATIONS: tl.constexpr,
@@ -28,9 +28,9 @@ def rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out_in = sum_k a_ik b_nk, added to what is there if ADD; with ACTIVATIONS also + scaled_i W_A_in,
+    """Compute out_in = sum_k a_ik b_nk, or add it to out if ADD.
 
-    and grad_W_A_in = scaled_i x_in.
+    With ACTIVATIONS, also add scaled_i W_A_in to out_in, and store grad_W_A_in = scaled_i x_in.
     """
     n_columns, n_inner = n_columns * VEC, n_inner * VEC  # so that the compiler knows what divides them
     n_blocks = tl.cdiv(n_columns, BLOCK_N)  # neighbours share rows of a, which then come from the cache
@@ -60,12 +60,12 @@ def rows_kernel(
 
 
 def rows_times(a: Tensor, b: Tensor, out: Tensor, fresh: bool = True, activations=None) -> Tensor:
-    """out = a b^T, or out += a b^T unless fresh, in float32.
+    """Compute out = a b^T if fresh, else out += a b^T, in float32.
 
     Args:
-        a: [b, i, k], b: [b, n, k], out: [b, i, n], each with neighbours in its last dimension.
-        activations: x, W_A, grad_W_A [i, n] and scaled [i] of one sample: also add scaled W_A to out, and
-            let grad_W_A be scaled x.
+        a: [b, i, k], b: [b, n, k], out: [b, i, n], each contiguous in its last dimension.
+        activations: x, W_A, grad_W_A [i, n] and scaled [i] of one sample, or None. If given, also add
+            scaled W_A to out, and store scaled x in grad_W_A.
     """
     x, W_A, grad_W_A, scaled = activations or (a, a, a, a)
     sizes = [out.shape[2], a.shape[2], a.stride(1), b.stride(1), out.stride(1)]

@@ -23,7 +23,7 @@ def outputs_kernel(
     y, s, sqrt_n_inp, W_F1, B_F2, u, x_out,  # [b, j, d], [b, j], [b], [j, d], [j, h], [b, j, d], [b, j, h]
     n_rows, n_out, d_inp, d_out, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """u = y W_F1 / sqrt_n_inp and x_out = s B_F2; a row is one output of one sample."""
+    """Compute u = y W_F1 / sqrt_n_inp and x_out = s B_F2. A row is one output of one sample."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     m_row, j = row < n_rows, row % n_out
     scale = tl.load(sqrt_n_inp + row // n_out, mask=m_row, other=1.0)
@@ -47,7 +47,7 @@ def scores_matrix_kernel(
     n_rows, n_out, d_inp, out_b, out_0,
     FIXED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """x_hat = W_G2 g + B_G2, and unless FIXED times W_S; a row is one output of one sample."""
+    """Compute x_hat = W_G2 g + B_G2, times W_S unless FIXED. A row is one output of one sample."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     m_row, b, j = row < n_rows, row // n_out, row % n_out
     for start in range(0, d_inp, BLOCK_D):
@@ -65,9 +65,10 @@ def scores_matrix_kernel(
 def scale_backward(grad, x, W, sqrt_n_inp, grad_x, u, grad_W, grad_B, k, part, first, last, n, grad_b,
                    grad_x_b, fresh, OF_SUM: tl.constexpr, OF_B: tl.constexpr, BLOCK_B: tl.constexpr,
                    BLOCK_N: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Some of n numbers j, d: grad_x = W grad; summed over samples, grad_W of x grad and grad_B of grad.
+    """Compute the gradients of W x + B, given its gradient ``grad``, for a block of the n numbers j, d.
 
-    If OF_SUM, x is divided by sqrt_n_inp beforehand and u = W x. There is a grad_B if OF_B.
+    grad_x is W grad. grad_W is the sum of x grad over samples, and grad_B is the sum of grad over samples, if
+    OF_B. If OF_SUM, x is divided by sqrt_n_inp before, and the kernel also stores u = W x.
     """
     o = k.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     m_o = o < n
@@ -96,7 +97,7 @@ def scale_backward(grad, x, W, sqrt_n_inp, grad_x, u, grad_W, grad_B, k, part, f
 @triton.jit
 def bias_backward(grad, s, grad_B, k, part, first, last, n_out, d_out, n, fresh, BLOCK_B: tl.constexpr,
                   BLOCK_N: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Some of n numbers j, h: grad_B of s grad, summed over samples."""
+    """Sum s grad over samples to grad_B, for a block of the n numbers j, h."""
     o = k.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     m_o, j = o < n, o // d_out
     total = tl.zeros([BLOCK_B, BLOCK_N], T)
@@ -112,7 +113,7 @@ def bias_backward(grad, s, grad_B, k, part, first, last, n_out, d_out, n, fresh,
 def bias_backward_rows(grad, s, B, grad_B, grad_s, rounded, k, n_rows, n_out, d_out, fresh, ONE: tl.constexpr,
                        ROUNDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
                        T: tl.constexpr):  # fmt: skip
-    """Some rows b, j: grad_s of B grad, summed over h; and where there is ONE sample grad_B of s grad."""
+    """Sum B grad over h to grad_s, for some rows b, j. If there is ONE sample, also add s grad to grad_B."""
     row = k * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     m_row, j = row < n_rows, row % n_out
     total = tl.zeros([BLOCK_R, BLOCK_D], T)
@@ -138,10 +139,10 @@ def outputs_backward_kernel(
     rounded,  # [b, j, h] grad_x_out in another dtype, where ROUNDS
     grad_s,  # [b, j]
     grad_W_F1, grad_B_F2,  # [parts, j, d], [parts, j, h]
-    n_W, n_B,  # programs
-    n_batch, n_rows, n_out, d_out, n_d, n_h,  # numbers of b, b j, j, h, j d, j h
+    n_W, n_B,  # numbers of programs for W_F1 and for B_F2
+    n_batch, n_rows, n_out, d_out, n_d, n_h,  # sizes of b, b j, j, h, j d, j h
     grad_y_b, grad_y_0,  # stride over b of grad_y, and the offset of its first element
-    step,  # how many samples a part has
+    step,  # samples per part
     fresh_W, fresh_B,  # whether these gradients are stored instead of added to
     ONE: tl.constexpr,  # whether there is one sample; then the programs for s also compute grad_B_F2
     ROUNDS: tl.constexpr,
@@ -149,7 +150,7 @@ def outputs_backward_kernel(
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,  # rows and features
     T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``outputs_kernel``: programs for W_F1, then for B_F2, then for s."""
+    """Compute the gradient of ``outputs_kernel``: programs for W_F1 come first, then for B_F2, then for s."""
     k, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last = part * step, tl.minimum((part + 1) * step, n_batch)
     k_B, k_s = k - n_W, k - n_W - n_B
@@ -174,7 +175,7 @@ def predictions_backward_kernel(
     OF_B: tl.constexpr,  # whether the gradient of B_G2 is needed
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x_hat = W_G2 g + B_G2."""
+    """Compute the gradient of x_hat = W_G2 g + B_G2."""
     k, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last = part * step, tl.minimum((part + 1) * step, n_batch)
     scale_backward(grad_x_hat, g, W_G2, g, grad_g, grad_g, grad_W_G2, grad_B_G2, k, part, first, last, n_d,
@@ -182,7 +183,7 @@ def predictions_backward_kernel(
 
 
 def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``chunked_steps.outputs``."""
+    """Do the same as ``chunked.steps.outputs``."""
     (b, j, d), h = y.shape, p.w.B_F2.shape[1]
     u = torch.empty_like(y, dtype=p.plan.step_dtype)  # [b, j, d]
     x_out = y.new_empty(b, j, h) if out is None else out  # [b, j, h]
@@ -195,7 +196,7 @@ def outputs(p: Problem, y: Tensor, s: Tensor, out: Tensor | None = None) -> Tens
 
 
 def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``chunked_steps.predicted``."""
+    """Do the same as ``chunked.steps.predicted``."""
     dtype, size = p.plan.step_dtype, (*x_out.shape[:2], p.w.W_G1.shape[1])
     g = x_out.new_empty(size, dtype=dtype) if out is None else out  # [b, j, d]
     v = normalized(x_out, dtype)  # [b, j, h]
@@ -204,7 +205,7 @@ def predicted(p: Problem, x_out: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
-    """As ``chunked_steps.scores_matrix``."""
+    """Do the same as ``chunked.steps.scores_matrix``."""
     b, j, d = g.shape
     block = blocks.of_rows(d)
     scores_matrix_kernel[cdiv(b * j, block["BLOCK_R"]),](
@@ -215,7 +216,7 @@ def scores_matrix(p: Problem, g: Tensor, out: Tensor) -> Tensor:
 
 
 def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads: Grads, out: Tensor):
-    """As ``chunked_steps.outputs_backward``."""
+    """Do the same as ``chunked.steps.outputs_backward``."""
     (b, j, d), h = y.shape, grad_x_out.shape[-1]
     grad_x_out, s = grad_x_out.contiguous(), s.contiguous()  # [b, j, h], [b, j]
     dtype, rounds = p.plan.step_dtype, p.plan.step_dtype != p.dtype
@@ -249,12 +250,13 @@ def outputs_backward(p: Problem, grad_x_out: Tensor, y: Tensor, s: Tensor, grads
 
 
 def predictions_backward(p: Problem, grad_x_hat: Tensor, x_out: Tensor, g: Tensor, grads: Grads) -> Tensor:
-    """As ``chunked_steps.predictions_backward``."""
+    """Do the same as ``chunked.steps.predictions_backward``."""
     (b, j, d), h = g.shape, x_out.shape[-1]
     grad_g = torch.empty_like(g, dtype=p.plan.step_dtype)  # [b, j, d]
     block, (parts, step) = blocks.of_samples(b), blocks.parts_of_samples(b, j * d)
     grad_W, fresh = sums_of(p, grads, "W_G2", parts)  # [parts, j, d]
-    own = b == 1 and not p.variable and "B_G2" not in grads and p.width == j  # grad_x_hat, with no other rows
+    # With one sample and no other rows in grad_x_hat, it is itself the gradient of B_G2.
+    own = b == 1 and not p.variable and "B_G2" not in grads and p.width == j
     grad_B = grad_x_hat if own else sums_of(p, grads, "B_G2", parts)[0]  # [parts, j, d]
     predictions_backward_kernel[cdiv(j * d, block["BLOCK_N"]), parts](
         grad_x_hat, g, p.w.W_G2, grad_g, grad_W, grad_B, b, j * d, grad_x_hat.stride(0), step, fresh,

@@ -26,7 +26,7 @@ def sum_rows_kernel(
     VEC: tl.constexpr,  # a divisor of n_out and the strides of values, which are given in units of it
     T: tl.constexpr,
 ):  # fmt: skip
-    """Add to out the sums of values over i; a program has some columns of a sample."""
+    """Add the sums of values over i to out. A program handles some columns of a sample."""
     n_out = n_out * VEC
     o_j = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)[None, :]
     b = tl.program_id(1).to(tl.int64)
@@ -42,7 +42,7 @@ def sum_rows_kernel(
 def summer(out: Tensor, values: Tensor) -> Callable[[Tensor, bool], object]:
     """Do the same as ``chunked.summer``, with one kernel for many sums of values [b, k, i] contiguous in k.
 
-    PyTorch takes 16 us on an H200 to sum 20 MB of them, three times as long as to read them.
+    PyTorch takes 16 us on an H200 to sum 20 MB of such values, three times as long as it takes to read them.
     """
     b, k, i = values.shape
     long = b == 1 and i >= limits.SUM_ROWS

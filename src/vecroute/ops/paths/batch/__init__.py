@@ -13,7 +13,7 @@ from vecroute.ops.plan import Plan
 
 
 def saved(plan: Plan) -> Memory:
-    """Return the memory that lives until the backward pass. A compiler may not know the lengths."""
+    """Return the memory that lives until the backward pass. Under a compiler, lengths may be unknown."""
     return Sizes(plan).saved
 
 

@@ -6,10 +6,10 @@ An unused input has f = 0, and kernels load nothing of its row.
 
 *Halves.* If HALF, operands of products are float16 with a scale. A *top* is the power of two below the
 greatest absolute value, and a half is 2^14 times a number divided by its top. Numbers down to 2^-28 of the
-top keep all digits. float16 has as many digits as tf32, and with a scale enough range, at half the bytes and
-twice the rate. Each row of x_inp and of M has its own top. Pairs that are summed over inputs have one top per
-tile, because a scale must be constant along the summed dimension; before, they are multiplied by the top of
-x_inp.
+top keep all digits. float16 has the digits of tf32, and with a scale it has enough range, at half the bytes
+and twice the rate. Each row of x_inp and of M has its own top. Pairs that are summed over inputs have one top
+per tile, because a scale must be constant along the summed dimension. Before that, each row of pairs is
+multiplied by the top of its row of x_inp.
 
 Names in kernels: ``o_`` offsets, ``m_`` masks of valid elements, ``b_`` blocks of values.
 """
@@ -41,13 +41,13 @@ def top_below(greatest):
 
 @triton.jit
 def rows_used(b_f, m_i, UNUSED: tl.constexpr):
-    """Return which rows of a tile are used, from f. Without masks, all are."""
+    """Return which rows of a tile are used. Unused rows have f = 0. Without masks, every row is used."""
     return m_i & (b_f != 0.0) if UNUSED else m_i
 
 
 @triton.jit
 def multiply(a, b, total, PRECISION: tl.constexpr):
-    """Return total + a b. PRECISION is the rounding of float32 operands: tf32, tf32x3 (almost none), ieee."""
+    """Return total + a b. PRECISION says how to round float32 operands: tf32, tf32x3 (almost not), ieee."""
     return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
@@ -84,7 +84,7 @@ def without_units(product, x_tops, M_tops, o_r, o_j, m_i, m_j, HALF: tl.constexp
 
 @triton.jit
 def store_to_sum(value, pairs, tops, sums, x_tops, tile, o_r, o_j, m_i, m_j, m, n_out, HALF: tl.constexpr):
-    """Store some pairs of a tile for ``sums_kernel``, with the scale of the tile if HALF, and their sums."""
+    """Store pairs of a tile and their sums over rows for ``sums_kernel``. If HALF, store halves and a top."""
     value = tl.where(m, value, 0.0)
     tl.store(sums + tile * n_out + o_j, tl.sum(value, 0), mask=m_j)
     if HALF:
@@ -160,7 +160,7 @@ def inputs_kernel(
         m_i = m_i & (tl.max(any_used.to(tl.int32), 1) != 0)
     o_A = o_i if FIXED else o_i * 0
     total = tl.zeros([BLOCK_I, BLOCK_D], T)
-    for start in range(0, d_inp, BLOCK_D):  # once where HALF
+    for start in range(0, d_inp, BLOCK_D):  # one step if HALF
         o_d = start + tl.arange(0, BLOCK_D)[None, :]
         m = m_i[:, None] & (o_d < d_inp)
         b_x = tl.load(x + o_r[:, None] * d_inp + o_d, mask=m, other=0.0).to(T)
@@ -307,7 +307,11 @@ def times_top(value, tops, o_j, m_j, HALF: tl.constexpr):
 
 @triton.jit
 def rising_top(greatest, before, o_r, m_i, FRESH: tl.constexpr):
-    """Return the tops of rows, at least as large as in the next iteration, whose backward ran before."""
+    """Return the tops of rows, given their greatest elements. A top is never smaller than the one before.
+
+    ``before`` holds the tops of the next iteration, because a backward pass runs iterations in reverse order.
+    If FRESH, this is the last iteration, and there are none.
+    """
     top = top_below(greatest)
     return top if FRESH else tl.maximum(top, tl.load(before + o_r, mask=m_i, other=0.0))
 
@@ -361,7 +365,7 @@ def next_backward_kernel(
     add_to(grad_f + o_r, tl.sum(u * grad_phi, 1), m_i, FRESH)
     grad_phi *= b_f[:, None]
     of_R = R * (b_sum * grad_phi)
-    # The same products as in the sum. So they cancel exactly if one output has all of R.
+    # These products are the same as in the sum, so that they cancel exactly if one output has all of R.
     grad_z = tl.where(m_used, (of_R - R * tl.sum(of_R, 1)[:, None]) * rest, 0.0)
     if FIXED:
         p_parts = parts + b * part_b + o_i[:, None] * n_out + o_j[None, :]
@@ -425,8 +429,8 @@ def first_backward_kernel(
 ):  # fmt: skip
     """Compute the gradient of ``first_kernel``, after the gradients of all later iterations.
 
-    The results of each iteration have their own scale, and scales only grow. In the end, all results get the
-    scale of this iteration.
+    Each row of results has a top for every iteration, and tops rise from the last iteration to the first. At
+    the end, this kernel rescales the results of all iterations to the tops of the first iteration.
     """
     tile = tl.program_id(0).to(tl.int64)
     b, first, end = tile_of(tiles, n_inp, per_sample, tile, BLOCK_I, PACKED)
@@ -551,7 +555,7 @@ def sum_activations(x, x_tops, grad_a, sums, tiles, p_out, p_total, tile, last, 
                     n_sums, x_i,
                     PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr, BLOCK_I: tl.constexpr,
                     BLOCK_D: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Sum grad_a^T x over some tiles and features, and the gradient of a_inp over these tiles."""
+    """Sum grad_a^T x over some tiles, for some features, and sum the gradient of a_inp over these tiles."""
     total = tl.zeros([BLOCK_I, BLOCK_D], T)
     b_sum = tl.zeros([1], T)
     for t in tl.range(tile, last, num_stages=3):

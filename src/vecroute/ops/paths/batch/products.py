@@ -52,7 +52,7 @@ def outputs_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """x_out = (y W_F1 / sqrt(n_inp)) W_F2 + s B_F2."""
+    """Compute x_out = (y W_F1 / sqrt(n_inp)) W_F2 + s B_F2."""
     row, o_h, m_row, m_h = block_of(n_rows, d_out, BLOCK_M, BLOCK_N)
     j = row % n_out
     scale = 1.0 / tl.load(sqrt_n_inp + row // n_out, mask=m_row, other=1.0)
@@ -146,7 +146,7 @@ def shared_rows_kernel(
     b_use = tl.load(B_use + j).to(T)
     b_ign = tl.load(B_ign + j).to(T)
     tl.store(bias + q, tl.where(q < n_out, b_use + b_ign, b_ign))
-    for start in range(0, d_inp, BLOCK_D):  # once where HALF
+    for start in range(0, d_inp, BLOCK_D):  # one step if HALF
         o_d = start + tl.arange(0, BLOCK_D)
         m = o_d < d_inp
         row = tl.load(W_ign + o_d * n_out + j, mask=m, other=0.0).to(T)
@@ -175,5 +175,5 @@ def count_inputs(input_mask, sqrt_n_inp, b, n_inp, COUNTED: tl.constexpr, T: tl.
 
 @triton.jit
 def lengths_kernel(input_mask, sqrt_n_inp, n_inp, COUNTED: tl.constexpr, T: tl.constexpr):  # as above
-    """sqrt(n_inp) of each sample."""
+    """Compute sqrt(n_inp) of each sample."""
     count_inputs(input_mask, sqrt_n_inp, tl.program_id(0).to(tl.int64), n_inp, COUNTED, T)

@@ -1,7 +1,7 @@
 """One call of the batch path, forward and backward.
 
 Each iteration has two kernels over the inputs. One multiplies x_inp with the rows of a matrix and does all
-other work on pairs, the other sums over inputs; see ``kernels``. Small steps lie between them.
+other work on pairs, the other sums over inputs; see ``kernels``. Small steps run between iterations.
 """
 
 import math
@@ -81,7 +81,7 @@ def forward(
 
 
 def small_steps(stream: Stream, steps: Steps, k: int, kept: dict, t: dict, at: dict, x_out) -> None:
-    """Run the small steps after the pass of iteration k: x_out [b, j, h], and x_hat for the next."""
+    """Compute x_out [b, j, h] after the pass of iteration k, and x_hat for the next iteration."""
     y, s, n, M = kept[f"y{k}"], kept[f"s{k}"], kept["sqrt_n_inp"], kept["M"]
     if steps.large:
         steps.outputs(stream, y, s, n, at["W_F1"], at["B_F2"], t["u"], x_out)
@@ -131,7 +131,7 @@ def backward(
     c = (kept["c"], kept["c"]) if case.variable else (at["beta_use"], at["beta_ign"])
     to_sum = t["to_sum"], t["tops"], t["tile_sums"]
     workspace = (t["workspace"],) if steps.large else ()
-    tops = t["row_tops"]  # of the iterations, the last one first
+    tops = t["row_tops"]  # tops of all iterations, the last iteration first
     after = t.get("grad_c", none), t["grad_f"], parts, *to_sum
     for k in reversed(range(case.n_iters)):
         steps.grad_u(stream, grad_out, at["W_F2"], t["grad_u"], *workspace)
@@ -191,7 +191,7 @@ def backward(
 def add_up(
     stream: Stream, launches: Sum, pairs: tuple, x, f, others: tuple, cu_seqlens, t: dict, name, out, totals
 ):
-    """Sum over the inputs of each sample, or of all: out [b, q, d] = pairs^T x_inp, and totals [b, q]."""
+    """Sum over the inputs of each sample, or of all samples: out [b, q, d] = pairs^T x_inp, totals [b, q]."""
     values, tops, sums = pairs
     many = launches.add is not None
     to = (t[f"{name}_parts"], t[f"{name}_totals"]) if many else (out, totals)

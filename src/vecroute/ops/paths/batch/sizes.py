@@ -33,12 +33,13 @@ class Sizes:
         self.use = case.use_strides or (0, 0, 0)
         self.per_sample = 1 if self.packed else cdiv(self.n_inp, TILE)
         self.n_tiles = cdiv(self.n_rows, TILE) + self.batch if self.packed else self.batch * self.per_sample
-        self.blocks_of = [2 * k - 2 if k else 2 * self.last for k in range(case.n_iters)]  # of grad_y in M
+        # For each iteration, the block of M that holds grad_y.
+        self.blocks_of = [2 * k - 2 if k else 2 * self.last for k in range(case.n_iters)]
         self.M_dtype = torch.float16 if self.half else self.dtype
         self.saved = self.make_saved()
 
     def packed_parts(self) -> int:
-        """Upper bound for the number of parts of all sums over the inputs of packed samples."""
+        """Return an upper bound for the number of parts of all sums over the inputs of packed samples."""
         return cdiv(self.n_rows, PACKED_TILES * TILE) + self.batch
 
     def make_saved(self) -> Memory:

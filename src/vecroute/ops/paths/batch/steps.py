@@ -103,7 +103,7 @@ class Steps(Sizes):
         }  # fmt: skip
         rows: dict[str, tuple] = (
             {"rows": ((b * j, d), f)} if self.half else {}
-        )  # of M, before they are halves
+        )  # rows of M before they become halves
         sums: dict[str, tuple] = {"sum_parts": ((n_parts, j, d), f), "sum_totals": ((n_parts, j), f)}
         if case.variable:
             _, _, n = self.parts(q, whole=True)
@@ -219,7 +219,7 @@ class Steps(Sizes):
     def product(
         self, sizes: tuple[int, int, int], *, transposed: tuple[bool, bool], add: bool = False
     ) -> Any:
-        """Prepare a product of contiguous matrices. ``transposed``: which operands are stored so."""
+        """Prepare a product of contiguous matrices. ``transposed`` says which operands are transposed."""
         if self.large:
             return Product(
                 sizes, self.dtype, workspace=WORKSPACE, transposed=transposed, add=add, tf32=self.case.tf32

@@ -17,8 +17,8 @@ def scaled_matrix(plan: Plan, matrices: list[Tensor], first: bool) -> tuple[Tens
     """Return M in the layout of ``input_gradient``, and the scales of the rows of M for the newest pairs.
 
     Args:
-        matrices: [1, q, d] one for every iteration whose pairs wait, then one for this iteration. Later
-            iterations pass only their own, since their scales are needed but not yet M.
+        matrices: [1, q, d] in the first iteration one for every iteration whose pairs wait, then its own. The
+            other iterations pass only their own, because they need its scales but not yet M.
     """
     if first and plan.halves == "hopper":
         return by_rows.scaled_matrix(matrices, plan.case.n_out)

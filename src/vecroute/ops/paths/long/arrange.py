@@ -16,7 +16,7 @@ BLOCK = 1024
 
 @triton.jit
 def features_kernel(M, out, n, q, d, n_out, padded, BLOCK: tl.constexpr):  # [q, d], [d / 64, rows, 8, 8]
-    """out = M, 64 features at a time; every n_out rows are filled up to ``padded`` rows with zeros."""
+    """Copy M to out, 64 features at a time. Zeros fill every n_out rows up to ``padded`` rows."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = q // n_out * padded
     row = o // 64 % rows
@@ -28,7 +28,7 @@ def features_kernel(M, out, n, q, d, n_out, padded, BLOCK: tl.constexpr):  # [q,
 
 @triton.jit
 def columns_kernel(M, scales, out, k, d):  # [k, d], [k], [d / 64, tiles, 64, 8, 8]
-    """out = 2^14 M / scales, 64 columns d at a time, in the order in which threads multiply.
+    """Store 2^14 M / scales in out, 64 columns d at a time, in the order in which threads multiply.
 
     A thread holds 8 of 32 rows k and multiplies 4 of them at a time, two in each half of 16. It holds 4
     neighbouring columns of 16.
@@ -46,7 +46,7 @@ def columns_kernel(M, scales, out, k, d):  # [k, d], [k], [d / 64, tiles, 64, 8,
 
 
 def by_features(M: Tensor, n_out: int) -> Tensor:
-    """M [q, d] in bfloat16, [d / 64, rows, 8, 8]; every n_out rows are filled up to a multiple of 8."""
+    """Return M [q, d] in bfloat16, [d / 64, rows, 8, 8]. Zeros fill every n_out rows to a multiple of 8."""
     (q, d), padded, M = M.shape, multiple_of_8(n_out), M.contiguous()
     out = M.new_empty(d // 64, q // n_out * padded, 8, 8, dtype=torch.bfloat16)
     features_kernel[cdiv(out.numel(), BLOCK),](M, out, out.numel(), q, d, n_out, padded, BLOCK=BLOCK)
@@ -54,7 +54,10 @@ def by_features(M: Tensor, n_out: int) -> Tensor:
 
 
 def by_columns(M: Tensor, scales: Tensor) -> Tensor:
-    """2^14 M / scales, from [k, d] and [k, 1], in float16, [d / 64, k / 64, 64, 8, 8]; k is filled up."""
+    """Return 2^14 M / scales in float16, [d / 64, k / 64, 64, 8, 8], from M [k, d] and scales [k, 1].
+
+    Zeros fill k up to a multiple of 64.
+    """
     (k, d), tiles = M.shape, cdiv(len(M), 64)
     out = M.new_empty(d // 64, tiles, 64, 8, 8, dtype=torch.float16)
     columns_kernel[tiles, d // 64](M, scales, out, k, d)

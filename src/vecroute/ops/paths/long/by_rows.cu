@@ -2,15 +2,16 @@
 //
 //     grad_x = unit (pairs M) + grad_a W_A      grad_W_A = grad_a x_inp
 //
-// A group of 128 threads has 64 rows. Their pairs stay in registers while M, which the groups of a block share,
-// passes through shared memory some columns at a time. So a block reads pairs from memory once, and M from the
-// cache once. x_inp and W_A are on their way to registers while the tensor cores multiply; these registers leave
-// room for 64 columns of products.
+// A group of 128 threads handles 64 rows. Their pairs stay in registers. M passes through shared memory, some
+// columns at a time, and all groups of a block share it. So a block reads pairs from memory once, and M from the
+// cache once. While the tensor cores multiply, x_inp and W_A are loaded to registers. The remaining registers hold
+// 64 columns of products.
 //
-// Pairs may wait in the rows of grad_W_A: one warp alone reads and writes a row.
+// Pairs may wait in the rows of grad_W_A, because only one warp reads and writes a row.
 //
-// Before this file come hopper.cu; WAITING, the iterations whose pairs wait; N_OUT; COLUMNS, of a part of M;
-// STAGES, how many parts are in shared memory at a time; and gradient_mma, which multiplies on the tensor cores.
+// by_rows.py puts these before this file: hopper.cu; WAITING, the number of iterations whose pairs wait; N_OUT;
+// COLUMNS, the number of columns of a part of M; STAGES, the number of parts in shared memory at a time; and
+// gradient_mma, which multiplies on the tensor cores.
 
 constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64;
 constexpr int N_WAITING = 2 * N_OUT * WAITING;
@@ -19,12 +20,12 @@ constexpr int N_PAIRS = N_WAITING + N_OUT, K = (N_PAIRS + 31) / 32 * 32;  // all
 // Places in shared memory, in bytes.
 constexpr int TILE = COLUMNS * 128;  // 64 pairs of a part of M, as the tensor cores read them
 constexpr int STAGE = (K + 63) / 64 * TILE;
-constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], after the order of the tensor cores
-constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * COLUMNS * 4;  // of M
+constexpr int PRODUCTS = STAGES * STAGE;  // [warps][16 rows][COLUMNS], in the order of memory
+constexpr int BARRIERS = PRODUCTS + GROUPS * ROWS * COLUMNS * 4;  // barriers for the parts of M
 
 struct Arguments {
     const unsigned short *waiting, *phi, *M;  // [i, 2 j WAITING], [i, j], [d / COLUMNS] stages
-    const float* top;                         // [WAITING + 1, i] units of pairs, ascending powers of two
+    const float* top;                         // [WAITING + 1, i] units of pairs: powers of two that rise
     const float *x, *W_A, *grad_a;            // [i, d], [i, d], [i]
     float *grad_x, *grad_W_A;                 // [i, d]
     int n, d, waiting_i, phi_i, top_t, x_i, W_A_i, grad_x_i, grad_W_A_i;  // sizes, and strides of rows
@@ -35,17 +36,17 @@ struct Group {
     char* const shared;
     const Parts<STAGES, STAGE, THREADS / 32> M;
     const int lane, warp;     // a warp has 16 rows of a block
-    u32 pairs[K / 32][2][4];  // of rows lane / 4 and that + 8, 8 numbers out of 32
-    float unit[2], total[COLUMNS / 2];  // of the same rows a quarter of the columns each
-    float a[8];               // of rows lane / 16, that + 2, ...
-    float4 x[8], W[8];        // of the same rows
+    u32 pairs[K / 32][2][4];  // of rows lane / 4 and lane / 4 + 8: 8 of every 32 numbers
+    float unit[2], total[COLUMNS / 2];  // of the same two rows; total has a quarter of the columns of each
+    float a[8];               // grad_a of rows lane / 16, lane / 16 + 2, ...
+    float4 x[8], W[8];        // x_inp and W_A of the same eight rows
 
     INLINE Group(const Arguments& p, char* memory)
         : p(p), shared(memory),
           M{address(memory), address(memory + BARRIERS), (const char*)p.M, p.d / COLUMNS},
           lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
-    // All of a row in the unit of the last.
+    // Load the pairs of all iterations, and convert a row to the unit of the last one loaded.
     INLINE void load_pairs(int block) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -56,12 +57,12 @@ struct Group {
             const unsigned short* phi = p.phi + i * p.phi_i - N_WAITING;
             const float* top = p.top + i;
             const float last = inside ? top[(size_t)WAITING * p.top_t] : 0.f;
-            unit[h] = last * (1.f / (1 << 28));  // both operands are times 2^14
+            unit[h] = last * (1.f / (1 << 28));  // both operands were multiplied by 2^14
 #pragma unroll
             for (int c = 0; c < K / 32; ++c) {
                 const int k = c * 32 + lane % 4 * 8, t = min(k / (2 * N_OUT), WAITING - 1);
                 uint4 v = load_8((k < N_WAITING ? waiting : phi) + k, inside && k < N_PAIRS);
-                if (k + 8 > N_PAIRS) v.z = v.w = 0;  // half of it is padding
+                if (k + 8 > N_PAIRS) v.z = v.w = 0;  // the second half is padding
                 float by = k < N_WAITING ? top[(size_t)t * p.top_t] / last : 1.f;
                 const u32 both = last == 0.f ? 0 : halves(by, by);
                 pairs[c][h][0] = times(v.x, both), pairs[c][h][1] = times(v.y, both);
@@ -85,7 +86,7 @@ struct Group {
         }
     }
 
-    // A step multiplies the first or the second 4 of every 8 pairs; M has its rows in this order too.
+    // A step multiplies the first 4 or the second 4 of every 8 pairs. The rows of M are in the same order.
     INLINE void multiply(int k) {
         const u64 b = matrix(M.part(k));
         M.wait_for(k);
@@ -102,12 +103,12 @@ struct Group {
         M.used(k);
     }
 
-    // Where 4 products of a row of this warp are: all lanes that write or read at once have other banks.
+    // The place of 4 products of a row of this warp. Lanes that write or read at once use different banks.
     INLINE float4* place(int row, int four) const {
         const int at = four ^ row % 2 * 4 ^ row / 2 % 4;
         return (float4*)(shared + PRODUCTS) + (warp * 16 + row) * COLUMNS / 4 + at;
     }
-    // Four products of a row, next to each other: of rows lane / 4 and that + 8, of every 16 columns.
+    // Four neighbouring products of a row, out of every 16 columns of rows lane / 4 and lane / 4 + 8.
     INLINE float4 four(int i) const {
         const float u = unit[i % 2], *r = total + i / 2 * 8 + i % 2 * 2;
         return make_float4(u * r[0], u * r[1], u * r[4], u * r[5]);

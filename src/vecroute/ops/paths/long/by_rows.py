@@ -27,7 +27,7 @@ def scaled_matrix(matrices: list[Tensor], n_out: int) -> tuple[Tensor, Tensor]:
 
 
 def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
-    """As ``long.input_gradient``."""
+    """Do the same as ``long.input_gradient``."""
     n_waiting, n_out, (i, d) = len(top) - 1, phi.shape[1], x.shape
     strides = [t.stride(0) for t in (waiting, phi, top, x, W_A, grad_x, grad_W_A)]
     with torch.cuda.device(x.device):

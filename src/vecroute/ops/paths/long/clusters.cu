@@ -1,6 +1,6 @@
-// One iteration for one long sample of a fixed length, which reads x_inp once; called by clusters.py.
+// Run one iteration for one long sample of a fixed length, and read x_inp once. Called by clusters.py.
 //
-// A cluster of C blocks (multiprocessors) has 64 rows of x_inp at a time; each block has 256 of their features.
+// A cluster of C blocks (multiprocessors) handles 64 rows of x_inp at a time. Each block has 256 of their features.
 // So the sums over i, [j, d], fit the registers, and a row stays in shared memory until its phi is known:
 //
 //     convert   make x_inp float16 in shared memory; in the first iteration also a part of W_A x_inp
@@ -8,13 +8,13 @@
 //     compete   compute phi of the rows that this block owns and send it to every block of the cluster
 //     add       add phi^T x_inp to the sums
 //
-// Messages travel while blocks work on the rows before or after. The numbers of a row are in units of a power of
-// two, so that float16, which has the digits of tf32, has enough range too. The first iteration finds these units
-// and the others read them.
+// Messages travel while blocks work on the rows before or after. float16 has the digits of tf32. To give it enough
+// range, the numbers of a row are stored in units of a power of two. The first iteration computes these units, and
+// the others read them.
 //
-// Before this file come hopper.cu; C; NT, the number of tiles of 8 outputs; FIRST, whether it is the first
-// iteration; SCORERS, how many groups of 128 threads find scores; TILES, how many tiles each of them has; and
-// scores_mma and sum_mma, which multiply on the tensor cores.
+// clusters.py puts these before this file: hopper.cu; C; NT, the number of tiles of 8 outputs; FIRST, whether this
+// is the first iteration; SCORERS, the number of groups of 128 threads that compute scores; TILES, the number of
+// tiles of each of these groups; and scores_mma and sum_mma, which multiply on the tensor cores.
 
 constexpr int J = 8 * NT;     // outputs, padded
 constexpr int D = 256;        // features of a block
@@ -23,7 +23,7 @@ constexpr int OWN = ROWS / C;  // rows that a block owns
 constexpr int WARPS = 16;
 constexpr int THREADS = 32 * WARPS;
 constexpr int LOADS = ROWS / WARPS;   // a load is one row for each warp
-constexpr int STAGES = FIRST ? 4 : 3;  // loads under way
+constexpr int STAGES = FIRST ? 4 : 3;  // loads at a time
 constexpr int TURNS = (OWN + WARPS - 1) / WARPS;
 
 // Places in shared memory, in bytes. The tensor cores read float16 in rows of 128 bytes, swizzled.
@@ -33,12 +33,12 @@ constexpr int LOADED = STAGES * WARPS * D * 4;
 constexpr int X16 = 0;                        // [2][D / 64] tiles of x_inp
 constexpr int PHI = X16 + 2 * D / 64 * TILE;  // [2] tiles
 constexpr int X32 = PHI + 2 * TILE;           // [STAGES][WARPS][D] x_inp as loaded
-constexpr int W32 = X32 + LOADED;             // W_A as loaded, in the first iteration; in the others:
+constexpr int W32 = X32 + LOADED;             // W_A as loaded, in the first iteration; later X_HAT, DOT, DOT_OUT
 constexpr int X_HAT = X32 + LOADED;           // [D / 64][J][64]
 constexpr int DOT = X_HAT + D / 64 * J * 128;  // [C] parts, by the block that sent them
-constexpr int DOT_OUT = DOT + C * PART;       // [C - 1] parts for the others
+constexpr int DOT_OUT = DOT + C * PART;       // [C - 1] parts for the other blocks
 constexpr int A =
-    FIRST ? W32 + LOADED : DOT_OUT + (C - 1) * PART;  // [C][OWN] parts of W_A x_inp, in the first
+    FIRST ? W32 + LOADED : DOT_OUT + (C - 1) * PART;  // [C][OWN] parts of W_A x_inp, in the first iteration
 constexpr int A_OUT = A + FIRST * ROWS * 4;          // [ROWS]
 constexpr int UNIT_X = A_OUT + FIRST * ROWS * 4;     // [2][ROWS] units of x16
 constexpr int UNIT_PHI = UNIT_X + FIRST * 2 * ROWS * 4;  // [ROWS]
@@ -61,11 +61,11 @@ struct Block {
     const int thread, lane, warp, group, rank, cluster, clusters;
     int next_row, next_load, slot;
     const float *next_x, *next_W;
-    float sums[4 * NT];  // [d, j] for 64 features of each group, in unit_sums, which grows in the first iteration:
-    float unit_sums;
+    float sums[4 * NT];  // [d, j] for 64 features of each group, in units of unit_sums
+    float unit_sums;     // it rises in the first iteration
     float z[4 * TILES];  // parts of dot products, [i, j]
     float4 beta_use[TURNS], beta_ign[TURNS], W_S[TURNS], B_S[TURNS], sum_phi;
-    float f[TURNS];  // or B_A
+    float f[TURNS];  // f(a_inp); in the first iteration it is B_A before
     float unit_x[TURNS];
 
     INLINE Block(const Arguments& p, char* shared)
@@ -79,7 +79,7 @@ struct Block {
         for (int i = 0; i < 4 * NT; ++i) sums[i] = 0.f;
     }
     INLINE float* at(int place) const { return (float*)(shared + place); }
-    // The first row of the cluster's block of rows number k.
+    // Return the first row of the k-th block of rows of this cluster.
     INLINE int row_of(int k) const { return (k * clusters + cluster) * ROWS; }
     INLINE u32 barrier(bool phi) const { return address(shared + BARRIERS) + 8 * phi; }
     INLINE void expect_dot() { expect(barrier(false), FIRST ? ROWS * 4 : (C - 1) * PART); }
@@ -101,7 +101,7 @@ struct Block {
             }
             if (thread < J) at(UNIT_X_HAT)[thread] = thread < p.n_out ? p.unit_x_hat[thread] : 0.f;
         }
-        // The first round adds the rows before the first, which are zeros.
+        // Each round adds the rows of the round before. For the first round, these are zeros.
         for (int i = thread; i < (X32 - X16) / 16; i += THREADS)
             ((uint4*)(shared + X16))[i] = make_uint4(0, 0, 0, 0);
         if (FIRST)
@@ -112,7 +112,7 @@ struct Block {
         for (int i = 0; i < STAGES; ++i) fetch();
     }
 
-    // Start to load the next row of this warp; zeros after the last.
+    // Start to load the next row of this warp, or zeros after the last row.
     INLINE void fetch() {
         bool inside = next_row < p.n;
         u32 to = address(shared + X32) + ((slot * WARPS + warp) * D + lane * 4) * 4;
@@ -139,7 +139,7 @@ struct Block {
 #pragma unroll
         for (int q = 0; q < LOADS; ++q, to += WARPS * 128) {
             loads_wait<STAGES>();
-            if (!FIRST) __syncwarp();  // the unit is loaded by one lane for all
+            if (!FIRST) __syncwarp();  // one lane loads the unit for all lanes
             const float4* from = (const float4*)(shared + X32 + (slot * WARPS + warp) * D * 4) + lane;
             float4 a = from[0], b = from[32];
             float unit = FIRST ? unit_of(warp_max(fmaxf(greatest(a), greatest(b))))
@@ -153,17 +153,17 @@ struct Block {
             *(uint2*)to = make_uint2(halves(a.x * by, a.y * by), halves(a.z * by, a.w * by));
             *(uint2*)(to + 2 * TILE) = make_uint2(halves(b.x * by, b.y * by), halves(b.z * by, b.w * by));
             if (FIRST && lane == 0) at(UNIT_X)[k % 2 * ROWS + q * WARPS + warp] = unit;
-            if (!FIRST) __syncwarp();  // the place of the unit is free
+            if (!FIRST) __syncwarp();  // now fetch() may overwrite the unit
             fetch();
         }
         if (STAGES < LOADS && lane == 0 && next_row < p.n)
-            prefetch(next_x, D * 4);  // there is no place for it yet
+            prefetch(next_x, D * 4);  // to the cache, since shared memory has no place for it yet
         written();
         __syncthreads();
     }
 
-    // Groups share the tiles. If these do not divide evenly, the last group ends with the last tile and skips the
-    // tiles that it shares with the group before.
+    // Groups divide the tiles among them. If the tiles do not divide evenly, the last group ends with the last tile,
+    // and skips the tiles that the group before has too.
     INLINE int first_tile() const { return min(group * TILES, NT - TILES); }
     INLINE void score(int k) {
         if (group >= SCORERS) return;
@@ -313,7 +313,7 @@ struct Block {
                 phi[i] = here ? f[turn] * ((item(use, i) + item(ign, i)) * phi[i] - item(ign, i)) : 0.f;
             sum_phi.x += phi[0], sum_phi.y += phi[1], sum_phi.z += phi[2], sum_phi.w += phi[3];
             float unit = 0.f, by;
-            if (FIRST) {  // a bound of phi in every iteration
+            if (FIRST) {  // a bound for phi in every iteration
                 float bound = fmaxf(fmaxf(fabsf(use.x) + fabsf(ign.x), fabsf(use.y) + fabsf(ign.y)),
                                     fmaxf(fabsf(use.z) + fabsf(ign.z), fabsf(use.w) + fabsf(ign.w)));
                 unit = unit_of(warp_max(bound) * f[turn]), by = per(unit);
@@ -387,16 +387,16 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
         if (FIRST && threadIdx.x < ROWS && row < n)
             units[(size_t)block.rank * n + row] = block.at(UNIT_X)[k % 2 * ROWS + threadIdx.x];
         if (!FIRST) block.score(k);
-        if (k) wait(block.barrier(true), k - 1);  // phi of the rows before is there, so their dot products have been read
+        if (k) wait(block.barrier(true), k - 1);  // phi of the rows before has arrived, so their dot products have been read
         block.settle_phi(k + 1);
         if (threadIdx.x == 0 && k) block.expect_phi();
         block.start_adding(k + 1);  // the rows before
         if (!FIRST) block.stage_scores();
         block.load_pairs(k);
         mma_wait(block.sums);
-        // Read before the next rows overwrite it.
+        // Read this number before the next rows overwrite it.
         const float a = FIRST && threadIdx.x < ROWS ? block.at(A_OUT)[threadIdx.x] : 0.f;
-        __syncthreads();  // x16 and phi have been read; others overwrite phi as soon as they have these scores
+        __syncthreads();  // x16 and phi have been read; other blocks overwrite phi as soon as they have these scores
         block.send_scores(a);
         if (k + 1 < rounds)
             block.convert(k + 1);

@@ -23,7 +23,7 @@ THREADS = 512
 
 
 def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> None:
-    """Do the same as ``passes.forward_pass``: fill y [1, j, d], s [1, j], and at first f_a_inp [1, i]."""
+    """Do the same as ``passes.forward_pass``: fill y [1, j, d], s [1, j], in the first iteration f_a_inp."""
     (i, d), device = p.x_inp.shape[1:], p.x_inp.device
     c, first = d // limits.CLUSTER_D, x_hat is None
     launch, n_clusters = kernel(c, p.n_out, first, device)
@@ -57,7 +57,7 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
 
 @cache
 def kernel(c: int, n_out: int, first: bool, device: torch.device) -> tuple[Any, int]:
-    """Return the compiled kernel, and how many clusters the device runs at a time."""
+    """Return the compiled kernel, and the number of clusters that the device runs at a time."""
     shared = cluster_bytes(c, n_out, first)
     compiled = hopper.compiled(source(c, n_out, first), "iteration", shared, device)
     with torch.cuda.device(device):

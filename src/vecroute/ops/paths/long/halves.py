@@ -1,8 +1,8 @@
 """The gradients of x_inp and of W_A in one Triton kernel.
 
-The gradient of x_inp is a product of pairs with a small matrix, plus grad_a W_A. Both operands of the product
-are float16: it has the digits of tf32, at half the bytes and twice the rate. Its range is too small for pairs
-as they are, so each row of pairs and of the matrix is divided by its greatest element.
+The gradient of x_inp is a product of pairs with a small matrix M, plus grad_a W_A. Both operands of the
+product are float16, which has the digits of tf32, at half the bytes and twice the rate. The range of float16
+is too small for unscaled numbers, so each row of pairs and of M is divided by its scale.
 """
 
 import torch
@@ -18,30 +18,33 @@ from vecroute.ops.plan.blocks import HALVES
 
 @triton.jit
 def input_gradient_kernel(
-    # By descriptor, all but top and grad_a:
+    # All tensors but top and grad_a are tensor descriptors.
     waiting,  # [i, w] pairs of the iterations after the first, side by side
-    phi,  # [i, j] of the first
-    M,  # [n, k] what they are multiplied with, each in whole blocks of columns
+    phi,  # [i, j] phi of the first iteration
+    M,  # [n, k] the matrices of all iterations, each padded to whole blocks of columns
     top,  # [t, i] the scales of pairs, in the order of the backward pass: the first iteration comes last
     x, W_A, grad_x, grad_W_A,  # [i, n]
     grad_a,  # [i] gradient of W_A x_inp
     n_rows,
     n_out,
     top_t,
-    start, n_blocks,  # blocks of columns: the first, and how many
-    WAITING: tl.constexpr,  # iterations that wait
+    start, n_blocks,  # the first block of columns, and the number of blocks
+    WAITING: tl.constexpr,  # number of iterations whose pairs wait
     BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """grad_x = sum_t top_t (pairs_t M_t) + grad_a W_A and grad_W_A = grad_a x_inp; top_t are ascending."""
+    """Compute grad_x = sum_t top_t (pairs_t M_t) + grad_a W_A, and grad_W_A = grad_a x_inp.
+
+    The scales top_t of a row rise with t.
+    """
     # Neighbouring programs use the same rows of pairs, so that these come from the cache.
     row = tl.program_id(0) // n_blocks * BLOCK_I
     column = (start + tl.program_id(0) % n_blocks) * BLOCK_N
     o_i = row.to(tl.int64) + tl.arange(0, BLOCK_I)
     m_i = o_i < n_rows
     padded = tl.cdiv(2 * n_out, BLOCK_K) * BLOCK_K
-    total = tl.zeros([BLOCK_I, BLOCK_N], tl.float32)  # in units of b_top, which grows
+    total = tl.zeros([BLOCK_I, BLOCK_N], tl.float32)  # in units of b_top, which rises with t
     b_top = tl.full([BLOCK_I], 1.0, tl.float32)
     for t in tl.static_range(WAITING + 1):
         before, b_top = b_top, tl.load(top + t * top_t + o_i, mask=m_i, other=0.0)
@@ -53,7 +56,7 @@ def input_gradient_kernel(
         else:
             for k in range(0, n_out, BLOCK_K):
                 total = tl.dot(phi.load([row, k]), M.load([column, t * padded + k]).T, total)
-    total = total * (1.0 / 2**28) * b_top[:, None]  # both operands are times 2^14
+    total = total * (1.0 / 2**28) * b_top[:, None]  # both operands were multiplied by 2^14
     b_a = tl.load(grad_a + o_i, mask=m_i, other=0.0)[:, None]
     grad_W_A.store([row, column], b_a * x.load([row, column]))
     grad_x.store([row, column], total + b_a * W_A.load([row, column]))
@@ -66,7 +69,7 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
     pairs = [TensorDescriptor.from_tensor(t, [rows, inner]) for t in (waiting, phi)]
     large = [TensorDescriptor.from_tensor(t, [rows, columns]) for t in (x, W_A, grad_x, grad_W_A)]
     n_blocks = cdiv(M.shape[0], columns)
-    # The first block of columns comes last, in its own launch: it overwrites the pairs that waited there.
+    # The first block of columns has its own launch, the last one, because it overwrites the waiting pairs.
     for start, n in ((1, n_blocks - 1), (0, 1)):
         if n:
             input_gradient_kernel[cdiv(len(x), rows) * n,](
@@ -76,13 +79,13 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
 
 
 def row_scales(M: Tensor) -> Tensor:
-    """Return the greatest element of each row of M [..., q, d]; 1 if a GPU cannot divide by it."""
+    """Return the greatest absolute value of each row of M [..., q, d], or 1 if a GPU cannot divide by it."""
     greatest = torch.linalg.vector_norm(M, torch.inf, -1, keepdim=True)  # [..., q, 1]
     return greatest.masked_fill_(greatest < 1e-37, 1)
 
 
 def scaled_matrix(matrices: list[Tensor], first: bool) -> tuple[Tensor, Tensor]:
-    """As ``long.scaled_matrix``."""
+    """Do the same as ``long.scaled_matrix``."""
     scales = [row_scales(M) for M in matrices]  # [1, q, 1] each
     return halves_of(matrices, scales) if first else matrices[0], scales[-1].flatten()
 
@@ -90,8 +93,8 @@ def scaled_matrix(matrices: list[Tensor], first: bool) -> tuple[Tensor, Tensor]:
 def halves_of(matrices: list[Tensor], scales: list[Tensor]) -> Tensor:
     """Divide matrices [1, q, d] by their row scales, and put them side by side in float16, [1, d, k].
 
-    Each is padded with zeros to whole blocks of columns. All are multiplied by 2^14, so that numbers down to
-    2^-28 of the greatest in their row keep all digits.
+    Each matrix is padded with zeros to whole blocks of columns. All are multiplied by 2^14, so that numbers
+    down to 2^-28 of the greatest in their row keep all digits.
     """
     block = HALVES["BLOCK_K"]
     halves = [

@@ -1,6 +1,6 @@
-// Instructions that CUDA C++ has no functions for: clusters, asynchronous loads, tensor cores (compute
-// capability 9.0). And arithmetic on rows of numbers that share a unit, a power of two. For clusters.cu,
-// by_rows.cu and rounded.cu.
+// Functions for clusters.cu, by_rows.cu and rounded.cu. Some are instructions of compute capability 9.0 that CUDA
+// C++ has no functions for: clusters, asynchronous loads, tensor cores. Others are arithmetic on rows of numbers
+// that share a unit, a power of two.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -8,8 +8,8 @@ typedef unsigned long long u64;
 #define INLINE __device__ __forceinline__
 
 INLINE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// The same number, opaque to the compiler: it cannot compute ahead of a loop what depends on it, which would
-// take registers that are not there.
+// Return the same number, but hide it from the compiler. Otherwise the compiler would compute values that depend
+// on it before a loop, and there are not enough registers to keep them.
 INLINE int again(int v) {
     asm volatile("" : "+r"(v));
     return v;
@@ -61,7 +61,7 @@ INLINE void fetch(u32 to, const void* from, int bytes, u32 barrier) {
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// ---- A matrix that passes through shared memory in n parts, again and again, for all warps of a block. ----
+// ---- A matrix whose n parts pass through shared memory repeatedly, for all warps of a block. ----
 template <int STAGES, int BYTES, int WARPS> struct Parts {
     const u32 shared, barriers;  // [STAGES] parts; [2][STAGES] barriers: a part is there, a part has been used
     const char* from;
@@ -83,20 +83,20 @@ template <int STAGES, int BYTES, int WARPS> struct Parts {
         __syncthreads();
     }
     INLINE void wait_for(int k) const { wait(barrier(0, k), k / STAGES); }
-    INLINE void used(int k) const {  // the slowest warp frees the part before
+    INLINE void used(int k) const {  // when the slowest warp has used part k - 1, the next part takes its place
         if (threadIdx.x % 32 == 0) arrive(barrier(1, k));
         if (threadIdx.x == 0 && k) {
             wait(barrier(1, k - 1), (k - 1) / STAGES);
             load(k - 1 + STAGES);
         }
     }
-    INLINE void finish(int k) const {  // loads under way must arrive before the block gives its memory back
+    INLINE void finish(int k) const {  // wait for unfinished loads before the block frees its memory
         if (threadIdx.x == 0)
             for (int i = k; i < k - 1 + STAGES; ++i) wait(barrier(0, i), i / STAGES);
     }
 };
 
-// ---- Loads of one thread each; zeros outside. ----
+// ---- Loads by single threads. Numbers outside of the tensor are zeros. ----
 INLINE void load_16(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
                  :: "r"(to), "l"(from), "r"(bytes) : "memory");
@@ -106,14 +106,14 @@ INLINE void load_4(u32 to, const float* from, bool inside) {
                  :: "r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
 }
 INLINE void loads_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int STAGES> INLINE void loads_wait() {  // for the oldest
+template <int STAGES> INLINE void loads_wait() {  // wait for the oldest load
     asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
 }
 INLINE void loads_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 INLINE void prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
-// Past the first-level cache: shared memory leaves little of it.
+// Bypass the first-level cache, because shared memory leaves little of it.
 INLINE float4 load_once(const float* from, bool inside) {
     float4 v = make_float4(0, 0, 0, 0);
     if (inside)
@@ -130,7 +130,7 @@ INLINE uint4 load_8(const unsigned short* from, bool inside) {  // 8 numbers of 
 }
 
 // ---- Numbers ----
-// The unit of a row, a power of two found from its greatest number, so that all numbers are below 2^15 units.
+// Return the unit of a row with this greatest number: a power of two, such that all numbers are below 2^15 units.
 INLINE float unit_of(float top) {
     return __uint_as_float(max(__float_as_uint(top) & 0x7f800000u, 32u << 23)) * (1.f / 16384);
 }
@@ -168,7 +168,7 @@ INLINE float warp_sum(float v) {
     return v;
 }
 // ---- Tensor cores ----
-// The descriptor of a matrix in rows of 128 bytes; next: how many bytes later the next 64 columns are.
+// Return the descriptor of a matrix in rows of 128 bytes. The next 64 columns begin ``next`` bytes later.
 INLINE u64 matrix(u32 at, int next = 16) {
     return (u64)((at & 0x3ffff) >> 4) | (u64)(next >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
@@ -179,5 +179,5 @@ template <int N> INLINE void mma_wait(float (&r)[N]) {
 #pragma unroll
     for (int k = 0; k < N; ++k) asm volatile("" : "+f"(r[k])::"memory");
 }
-// Makes writes to shared memory visible to the tensor cores and to the copy engine.
+// Make writes to shared memory visible to the tensor cores and to the copy engine.
 INLINE void written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -19,7 +19,7 @@ def multiplication(
 ) -> str:
     """Return a function that adds a @ b, [64, 16] @ [16, 8 tiles], to r, or writes it there if not ``add``.
 
-    b is in shared memory, and a too unless ``in_registers``; both transposed, or none.
+    b is in shared memory, and so is a unless ``in_registers``. Either both are transposed, or none.
     """
     n, n_a = 4 * tiles, 4 if in_registers else 1
     registers = ", ".join(f"%{k}" for k in range(n))

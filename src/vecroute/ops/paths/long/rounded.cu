@@ -1,23 +1,23 @@
-// x_inp M^T in bfloat16 for the pairs of one long sample, called by rounded.py.
+// Compute the pairs x_inp M^T of one long sample in bfloat16, called by rounded.py.
 //
-// A group of 128 threads has 64 rows at a time. It rounds 64 of their features for the tensor cores while the
-// next ones are on their way. M, which the groups of a block share, passes through shared memory 64 features at a
-// time too. So x_inp, which is float32, is read once and never copied.
+// A group of 128 threads handles 64 rows at a time. It rounds 64 of their features for the tensor cores while the
+// next 64 are being loaded. M passes through shared memory, also 64 features at a time, and all groups of a block
+// share it. So the kernel reads the float32 x_inp once, and never stores a rounded copy.
 //
-// Before this file come hopper.cu; N_OUT; PARTS, the rows of M for each output; and product_mma, which multiplies
-// on the tensor cores.
+// rounded.py puts these before this file: hopper.cu; N_OUT; PARTS, the number of rows of M for each output; and
+// product_mma, which multiplies on the tensor cores.
 
 constexpr int GROUPS = 2, THREADS = 128 * GROUPS, ROWS = 64, FEATURES = 64;
 constexpr int J = (N_OUT + 7) / 8 * 8, N = PARTS * J;  // columns, padded
 
-// Places in shared memory, in bytes. What the tensor cores read is in rows of 128 bytes, swizzled.
+// Places in shared memory, in bytes. The tensor cores read rows of 128 bytes, swizzled.
 constexpr int STAGE = N * 128, STAGES = 3;  // 64 features of M
 constexpr int TILE = ROWS * 128;
-constexpr int ROW = PARTS * N_OUT * 2;  // of products
+constexpr int ROW = PARTS * N_OUT * 2;  // bytes of a row of products
 constexpr int PRODUCTS = (ROWS * ROW + 1023) / 1024 * 1024;
 constexpr int OF_GROUP = PRODUCTS > 2 * TILE ? PRODUCTS : 2 * TILE;
 constexpr int GROUP = STAGES * STAGE;  // [GROUPS]: first 2 tiles of x_inp, then products
-constexpr int BARRIERS = GROUP + GROUPS * OF_GROUP;  // of M
+constexpr int BARRIERS = GROUP + GROUPS * OF_GROUP;  // barriers for the parts of M
 
 struct Group {
     const float* const x;       // [i, d]
@@ -26,8 +26,8 @@ struct Group {
     const Parts<STAGES, STAGE, THREADS / 32> M;
     const int lane, warp, group;
     char* const own;      // shared memory of this group
-    float total[N / 2];   // [64 rows, N], as the tensor cores have them
-    float4 loaded[2][8];  // two blocks of features on their way: rows lane / 16, lane / 16 + 2, ...
+    float total[N / 2];   // products [64 rows, N], in the order of the tensor cores
+    float4 loaded[2][8];  // two blocks of features that are being loaded: of rows lane / 16, lane / 16 + 2, ...
 
     INLINE Group(const float* x, unsigned short* out, int n, int d, int x_i, const unsigned short* M,
                  char* shared)
@@ -62,9 +62,10 @@ struct Group {
 #pragma unroll
         for (int half = 0; half < 2; ++half) load(loaded[half], block, half * FEATURES);
     }
-    // k counts blocks of features over all blocks of rows. While the tensor cores multiply one, the next is converted.
+    // k counts the blocks of features of all blocks of rows. While the tensor cores multiply one block of features,
+    // the threads convert the next one.
     INLINE void products(int block, int& k) {
-        group_sync(1 + group);  // x_inp overwrites the products before, which all threads have stored by now
+        group_sync(1 + group);  // all threads have stored the products before, so that x_inp may overwrite them
         for (int feature = 0; feature < d; feature += 2 * FEATURES)
 #pragma unroll
             for (int half = 0; half < 2; ++half, ++k) {
@@ -83,7 +84,7 @@ struct Group {
         M.used(k - 1);
         group_sync(1 + group);
     }
-    // From the order of the tensor cores to rows that follow each other in memory: each warp has 16.
+    // Copy products from the order of the tensor cores to consecutive rows in memory. Each warp has 16 rows.
     INLINE void store(int block) const {
         char* rows = own + warp % 4 * 16 * ROW;
 #pragma unroll
