@@ -1,6 +1,7 @@
 """Ray Data: one model for each worker, all columns kept, mistakes found before work starts."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ import vecroute as vr
 from tests.helpers.texts import LABELS, TEXTS
 from tests.helpers.tiny_models import save_tiny
 from vecroute.corpora import predict_rows, ray_predict
-from vecroute.corpora.clusters import Worker
+from vecroute.corpora.clusters import Worker, cpus_of_a_worker
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,50 @@ def test_without_ray(classifier, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"this needs ray: pip install 'vecroute\[ray\]'"):
         ray_predict(classifier, None)
+
+
+def node(alive: bool = True, **resources: float) -> dict:
+    return {"Alive": alive, "Resources": {name.upper(): float(n) for name, n in resources.items()}}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "share"),
+    [
+        ([node(cpu=2)], 2, 0.5),
+        ([node(cpu=8)], 4, 1.0),
+        ([node(cpu=3)], 3, 0.6666),  # Ray would round 2 / 3 up, and 0.9999 CPUs would be left
+        ([node(cpu=1)], 2, 0.0),
+        ([node(cpu=2), node(cpu=2)], 4, 0.5),  # two on each node
+        ([node(cpu=2), node(), node(False, cpu=8)], 1, 1.0),
+    ],
+)
+def test_workers_leave_a_cpu_for_reading(nodes, workers, share):
+    assert cpus_of_a_worker(nodes, workers) == share
+
+
+@pytest.mark.parametrize(
+    ("resources", "workers", "expected"),
+    [
+        ({"cpu": 2}, 2, (2, None, 0.5)),
+        ({"cpu": 4}, None, (2, None, 1.0)),
+        ({"cpu": 8, "gpu": 2}, None, (2, 1.0, None)),
+        ({"cpu": 8, "gpu": 2}, 4, (4, 0.5, None)),
+    ],
+)
+def test_resources_of_workers(classifier, monkeypatch, resources, workers, expected):
+    """A fake Ray, which tells what it was asked for."""
+    ray = SimpleNamespace(
+        nodes=lambda: [node(**resources)],
+        cluster_resources=lambda: node(**resources)["Resources"],
+        data=SimpleNamespace(ActorPoolStrategy=lambda size: size),
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", ray.data)
+    dataset = SimpleNamespace(
+        schema=lambda: pa.schema({"text": pa.string()}), map_batches=lambda worker, **given: given
+    )
+    given = ray_predict(classifier, dataset, workers=workers)
+    assert (given["compute"], given["num_gpus"], given["num_cpus"]) == expected
 
 
 @pytest.mark.slow
