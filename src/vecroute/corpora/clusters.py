@@ -68,9 +68,9 @@ def ray_predict(
 def cpus_of_a_worker(nodes: Sequence[dict[str, Any]], workers: int) -> float:
     """Return the CPUs that Ray sets aside for a worker, at most 1.
 
-    Tasks that read the dataset need a whole CPU, and workers keep their CPUs until the end: without a free CPU,
-    both wait for ever. Workers therefore leave as many CPUs as there are nodes with CPUs. Then some node has a
-    free one, however Ray spreads the workers.
+    Tasks that read the dataset need a whole CPU, and workers keep their CPUs until the end: without a free
+    CPU, both wait for ever. Workers therefore leave as many CPUs as there are nodes with CPUs. Then some node
+    has a free one, however Ray spreads the workers.
     """
     cpus = [node["Resources"].get("CPU", 0.0) for node in nodes if node["Alive"]]
     share = (sum(cpus) - sum(n > 0 for n in cpus)) / workers
