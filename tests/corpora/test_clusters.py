@@ -60,6 +60,27 @@ def test_workers_leave_a_cpu_for_reading(nodes, workers, share):
     assert cpus_of_a_worker(nodes, workers) == share
 
 
+@pytest.fixture
+def fake_ray(monkeypatch):
+    """Return a function that puts a Ray in place which has these resources and starts nothing."""
+
+    def put(**resources: float) -> None:
+        ray = SimpleNamespace(
+            nodes=lambda: [node(**resources)],
+            cluster_resources=lambda: node(**resources)["Resources"],
+            data=SimpleNamespace(ActorPoolStrategy=lambda size: size),
+        )
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        monkeypatch.setitem(sys.modules, "ray.data", ray.data)
+
+    return put
+
+
+def dataset_of(schema: pa.Schema | None) -> SimpleNamespace:
+    """A dataset that returns the options of ``map_batches``."""
+    return SimpleNamespace(schema=lambda: schema, map_batches=lambda worker, **given: given)
+
+
 @pytest.mark.parametrize(
     ("resources", "workers", "expected"),
     [
@@ -69,20 +90,30 @@ def test_workers_leave_a_cpu_for_reading(nodes, workers, share):
         ({"cpu": 8, "gpu": 2}, 4, (4, 0.5, None)),
     ],
 )
-def test_resources_of_workers(classifier, monkeypatch, resources, workers, expected):
-    """A fake Ray, which tells what it was asked for."""
-    ray = SimpleNamespace(
-        nodes=lambda: [node(**resources)],
-        cluster_resources=lambda: node(**resources)["Resources"],
-        data=SimpleNamespace(ActorPoolStrategy=lambda size: size),
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.data", ray.data)
-    dataset = SimpleNamespace(
-        schema=lambda: pa.schema({"text": pa.string()}), map_batches=lambda worker, **given: given
-    )
-    given = ray_predict(classifier, dataset, workers=workers)
+def test_resources_of_workers(classifier, fake_ray, resources, workers, expected):
+    fake_ray(**resources)
+    given = ray_predict(classifier, dataset_of(pa.schema({"text": pa.string()})), workers=workers)
     assert (given["compute"], given["num_gpus"], given["num_cpus"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "message"),
+    [
+        (None, {}, "dataset must have the column 'text', it has no rows"),
+        (pa.schema({"id": pa.int64()}), {}, "dataset must have the column 'text', it has id"),
+        (pa.schema({"text": pa.int64()}), {}, "column 'text' of the dataset must have texts, it has int64"),
+        (pa.schema({"text": pa.string()}), {"workers": 0}, "workers must be at least 1, got 0"),
+    ],
+)
+def test_mistakes_are_found_before_work_starts(classifier, fake_ray, schema, options, message):
+    fake_ray(cpu=2)
+    with pytest.raises(ValueError, match=message):
+        ray_predict(classifier, dataset_of(schema), **options)
+
+
+def test_a_worker_names_a_cell_without_text(classifier):
+    with pytest.raises(TypeError, match=r"'text' of the dataset must have texts, line 1 has 3 \(int\)"):
+        Worker(classifier, "text")(pa.table({"text": [3, 4]}))
 
 
 @pytest.mark.slow
@@ -119,3 +150,15 @@ def test_rows_of_streams_keep_their_cells(classifier):
         ValueError, match=r"row 1 of rows must have the column 'words', it has \['id', 'text'\]"
     ):
         list(predict_rows(classifier, rows, text="words"))
+
+
+def test_mistakes_in_rows(classifier):
+    assert list(predict_rows(classifier, [])) == []
+    for rows, message in (
+        (None, "rows must be an iterable of dicts, got NoneType"),
+        (TEXTS[:2], "row 1 of rows must be a dict, got str"),
+        ([{"text": "good"}, 3], "row 2 of rows must be a dict, got int"),
+        ([{"text": "good"}, {"text": 3}], r"column 'text' of rows must have texts, line 2 has 3 \(int\)"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            list(predict_rows(classifier, rows))
