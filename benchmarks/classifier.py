@@ -22,6 +22,7 @@ from vecroute.heads import make_head
 from vecroute.training import Recipe, Task, make_accelerator, train
 
 Row = tuple[str, float, str]
+PARTS = ("epoch", "throughput", "explain")
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
@@ -109,15 +110,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--encoder", default="minilm", help="name of an encoder, or a folder with its weights"
     )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(arguments)
     table = sentence_polarity().sample(frac=1, random_state=0)
     n = 64 if options.short else 2048
     texts, labels = table["text"].tolist()[:n], table["label"].tolist()[:n]
     targets = torch.tensor([[label == "negative", label == "positive"] for label in labels]).float()
     encoder = TextEncoder(options.encoder, device=options.device)
-    rows = epoch(encoder, texts, targets, options.device)
-    rows += throughput(encoder, texts, labels, options.device, rounds=2 if options.short else 3)
-    rows += explaining(encoder, texts, labels, options.device)
+    rows = []
+    if "epoch" in options.parts:
+        rows += epoch(encoder, texts, targets, options.device)
+    if "throughput" in options.parts:
+        rows += throughput(encoder, texts, labels, options.device, rounds=2 if options.short else 3)
+    if "explain" in options.parts:
+        rows += explaining(encoder, texts, labels, options.device)
     for what, value, unit in rows:
         print(f"{what:70} {value:10.4g} {unit}")
     about = common.about(options.device)

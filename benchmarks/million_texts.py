@@ -122,7 +122,7 @@ def torchrun(model: Path, corpus: Path, out: Path, stop_at: int | None) -> tuple
     return time.perf_counter() - start, peak
 
 
-def ray(model: Path, corpus: Path, out: Path) -> tuple[float, float]:
+def ray(model: Path, corpus: Path, out: Path, n: int, shards: int) -> tuple[float, float]:
     """Run by Ray Data, kill a worker midway, and return seconds and the peak memory of a worker."""
     import threading
 
@@ -132,16 +132,15 @@ def ray(model: Path, corpus: Path, out: Path) -> tuple[float, float]:
 
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
-    start, peak, ended = time.perf_counter(), 0.0, threading.Event()
+    start, peak, killed, ended = time.perf_counter(), 0.0, False, threading.Event()
 
     def watch() -> None:
-        nonlocal peak
-        killed = False
-        while not ended.wait(0.5):
+        nonlocal peak, killed
+        while not ended.wait(0.2):
             names = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())}
             workers = [pid for pid, file in names.items() if is_worker(file)]
             peak = max([peak, *map(peak_mb, workers)])
-            if not killed and len(workers) == 2 and len(list(out.glob("*.parquet"))) >= 5:
+            if not killed and len(workers) == 2 and len(list(out.glob("*.parquet"))) >= shards // 3:
                 os.kill(workers[0], signal.SIGKILL)
                 killed = True
                 print(f"killed worker {workers[0]}")
@@ -149,12 +148,16 @@ def ray(model: Path, corpus: Path, out: Path) -> tuple[float, float]:
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        found = ray_predict(str(model), ray.data.read_parquet(str(corpus)), workers=2)
-        found.write_parquet(str(out))
+        # By default, Ray makes one block of many small files, and one worker gets it.
+        rows = n // shards
+        dataset = ray.data.read_parquet(str(corpus)).repartition(target_num_rows_per_block=rows)
+        ray_predict(str(model), dataset, workers=2, batch_size=min(rows, 2048)).write_parquet(str(out))
     finally:
         ended.set()
         thread.join()
         ray.shutdown()
+    if not killed:
+        raise ValueError("the run ended before a worker was killed: take more texts")
     return time.perf_counter() - start, peak
 
 
@@ -181,11 +184,13 @@ def main(arguments: list[str] | None = None) -> None:
         paths = (model, folder / "corpus", folder / "out")
         name = f"{n:,} texts in {options.shards} shards, {options.encoder or 'tiny encoder'}"
         if options.ray:
-            seconds, peak = ray(*paths)
+            seconds, peak = ray(*paths, n, options.shards)
             rows = [(f"{name}: Ray Data, 2 workers, one killed", seconds, "s")]
         else:
             first, peak_1 = torchrun(*paths, stop_at=max(1, options.shards // 3))
             left = options.shards - len(list((folder / "out").glob("*.parquet")))
+            if left == 0:
+                raise ValueError("the run ended before a process was killed: take more texts")
             print(f"killed a process: {left} shards are missing")
             second, peak_2 = torchrun(*paths, stop_at=None)
             peak = max(peak_1, peak_2)

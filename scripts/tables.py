@@ -19,7 +19,7 @@ from tables_explanations import (
     images_maps,
     shap,
 )
-from tables_scale import billion, corpus, paper_claims, sharded
+from tables_scale import billion, corpus, killed, paper_claims, sharded
 from tables_speed import (
     attention,
     classifier,
@@ -54,6 +54,7 @@ TABLES = {
     "million": million,
     "billion": billion,
     "corpus": corpus,
+    "killed": killed,
     "paper-claims": paper_claims,
     "out-of-core-cpu": lambda: out_of_core("cpu"),
     "out-of-core-gpu": lambda: out_of_core("gpu"),

@@ -1,8 +1,8 @@
-"""Tables of the paper's claims, and of a billion vectors or texts."""
+"""Tables of the paper's claims, of a billion vectors or texts, and of killed processes."""
 
 import sys
 
-from table_rows import GPU, ROOT, TASKS, row, short, table
+from table_rows import GPU, ROOT, TASKS, read, record, row, short, table
 from tables_accuracy import score
 
 
@@ -118,3 +118,12 @@ def corpus() -> str:
         cells = (f"{per_second:,.0f}", f"{hours:,.0f} h", f"{60 * hours / 100:,.0f} min", f"{3 * hours:,.0f}")
         lines.append((name, *cells))
     return table("work | texts/s of one GPU | one GPU | 100 GPUs | US$", lines)
+
+
+def killed() -> str:
+    """The newest run of each command over made-up texts in which a process is killed."""
+    dates = {r["command"]: r["date"] for r in read("million_texts", {})}
+    newest = [r for r in read("million_texts", {}) if r["date"] == dates[r["command"]]]
+    record("million_texts", newest)
+    lines = [(*r["what"].rsplit(": ", 1), f"{short(r['value'])} {r['unit']}") for r in newest]
+    return table("corpus and encoder | run | ", lines)

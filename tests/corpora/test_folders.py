@@ -168,6 +168,11 @@ DAMAGES = {
     "pages": ("more/b.parquet", lambda path: path.write_bytes(garbled(path.read_bytes()))),
     "a number": ("z.jsonl", lambda path: path.write_text('{"text": "good"}\n{"text": 3}\n')),
     "no gzip": ("z.jsonl.gz", lambda path: path.write_text('{"text": "good"}\n')),
+    "cut gzip": ("z.csv.gz", lambda path: path.write_bytes(gzip.compress(b"text\ngood\n")[:-9])),
+    "no JSON": ("z.jsonl", lambda path: path.write_text('{"text": "good"}\n{"text"\n')),
+    "no rows": ("z.csv", lambda path: path.write_bytes(b"")),
+    "many cells": ("z.csv", lambda path: path.write_text("id,text\n1,good\n1,2,3\n")),
+    "no UTF-8": ("z.csv", lambda path: path.write_bytes(b"id,text\n1,\xff\n")),
 }
 
 
@@ -185,6 +190,9 @@ def test_a_damaged_shard_is_named_and_the_others_are_done(model, corpus, tmp_pat
     assert done.err.splitlines()[-1].startswith(f"vecroute: {name} could not be done: ")
     others = {"a.parquet", "more/b.parquet", "more/c.parquet"} - {name}
     assert set(names(tmp_path / "out")) == others | {"_vecroute.json"}
+    explained = run("explain", model, "--data", corpus, "--out", tmp_path / "why")
+    assert (explained.code, explained.err.splitlines()[-1]) == (1, done.err.splitlines()[-1])
+    assert names(tmp_path / "why") == names(tmp_path / "out")
     frame(1).to_parquet(corpus / "more" / "b.parquet")  # it is mended
     (corpus / name).unlink() if name.startswith("z") else None
     assert run("predict", model, corpus, "--out", tmp_path / "out").code == 0
@@ -199,7 +207,23 @@ MISTAKES = {
     "missing": (lambda c: None, "has no column 'words', it has 'id', 'text', 'label', 'when'"),
     "schema": (
         lambda c: change(parquet.read_table(c / "a.parquet").drop_columns("id"), c / "more" / "c.parquet"),
-        "c.parquet has another schema than",
+        "a.parquet: it lacks the column 'id'",
+    ),
+    "type": (
+        lambda c: change(pa.table({"id": ["x"], "text": ["good"]}), c / "more" / "c.parquet"),
+        "a.parquet: its column 'id' is string, not int64",
+    ),
+    "header": (
+        lambda c: [(c / f"{len(head)}.csv").write_text(f"{head}\n1\n") for head in ("text", "text,x")],
+        "4.csv: it has the column 'x'",
+    ),
+    "missing in lines": (
+        lambda c: (c / "b.jsonl").write_text('{"words": "good"}\n'),
+        "b.jsonl has no column 'text', it has 'words'",
+    ),
+    "missing in CSV": (
+        lambda c: (c / "b.csv").write_text("id,words\n1,good\n"),
+        "b.csv has no column 'text', it has 'id', 'words'",
     ),
     "numbers": (
         lambda c: [change(pa.table({"text": [1, 2]}), p) for p in c.rglob("*.parquet")],

@@ -99,12 +99,6 @@ def own_gpu(device: str | None) -> str | None:
     return device
 
 
-def check_texts_of(classifier: Any, model: Path, data: Path) -> None:
-    """Raise an error if an image classifier is given a corpus of tables."""
-    if hasattr(classifier.encoder_, "grid"):
-        raise ValueError(f"{model} classifies images, and --out takes tables of texts, got {data}")
-
-
 def run_corpus(run: Any, classifier: Any, data: Path, out: Path, **options: Any) -> None:
     """Predict or explain a corpus, with a progress bar; failed shards end in exit code 1."""
     from vecroute.training.progress import progress_bar

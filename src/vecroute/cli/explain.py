@@ -18,7 +18,6 @@ from vecroute.cli.common import (
     app,
     check_data,
     check_output,
-    check_texts_of,
     column,
     lines_of_input,
     load,
@@ -160,7 +159,6 @@ def explain_corpus(
     if unit not in ("token", "word", "sentence", "chunk"):
         raise ValueError(f"--by must be token, word, sentence or chunk with --data, got {unit}")
     classifier = load(model, encoder, own_gpu(device), verbose=False)
-    check_texts_of(classifier, model, data)
     options = {"text": column(classifier, text, "text"), "delimiter": delimiter, "of": of.value, "unit": unit}
     run_corpus(explain_folder, classifier, data, out, **options)
 

@@ -18,7 +18,6 @@ from vecroute.cli.common import (
     app,
     check_data,
     check_kind,
-    check_texts_of,
     column,
     load,
     own_gpu,
@@ -72,7 +71,8 @@ def predict(
     an empty label.
 
     With --out, a folder of .parquet, .jsonl and .csv files becomes a folder of the same files with these new
-    columns. A stopped run resumes with the missing files. Under torchrun, processes share the files.
+    columns. If the model classifies images, each folder of images becomes a table, predictions.jsonl or .csv.
+    A stopped run resumes with the missing files. Under torchrun, processes share the files.
     """
     from vecroute.corpora.answers import class_names, predicting
     from vecroute.io.predictions import CsvWriter, JsonWriter, new_writer
@@ -85,9 +85,11 @@ def predict(
     if out is not None:
         from vecroute.corpora import predict_folder
 
-        check_texts_of(classifier, model, data)
-        chosen = column(classifier, text, "text")
-        run_corpus(predict_folder, classifier, data, out, text=chosen, raw=raw, delimiter=delimiter)
+        own: dict[str, Any] = {"text": column(classifier, text, "text"), "delimiter": delimiter}
+        if hasattr(classifier.encoder_, "grid"):
+            check_kind(classifier, model, data)
+            own = {"to": to.value}
+        run_corpus(predict_folder, classifier, data, out, raw=raw, **own)
         return
     check_kind(classifier, model, data)
     names, answer = class_names(classifier), predicting(classifier)

@@ -1,5 +1,7 @@
 """Predict corpora on a cluster, with Ray Data."""
 
+from collections.abc import Sequence
+from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,20 @@ def ray_predict(
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(size=workers),
         num_gpus=min(1.0, gpus / workers) if gpus else None,
+        num_cpus=None if gpus else cpus_of_a_worker(ray.nodes(), workers),
     )
+
+
+def cpus_of_a_worker(nodes: Sequence[dict[str, Any]], workers: int) -> float:
+    """Return the CPUs that Ray sets aside for a worker, at most 1.
+
+    Tasks that read the dataset need a whole CPU, and workers keep their CPUs until the end: without a free
+    CPU, both wait for ever. Workers therefore leave as many CPUs as there are nodes with CPUs. Then some node
+    has a free one, however Ray spreads the workers.
+    """
+    cpus = [node["Resources"].get("CPU", 0.0) for node in nodes if node["Alive"]]
+    share = (sum(cpus) - sum(n > 0 for n in cpus)) / workers
+    return min(1.0, floor(1e4 * share) / 1e4)  # Ray rounds to 4 digits; up would be too much
 
 
 class Worker:

@@ -1,11 +1,11 @@
-"""Predict or explain whole folders of tables, each shard once, with any number of processes."""
+"""Predict or explain whole folders of tables or images, each shard once, with any number of processes."""
 
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from vecroute.classifier.parts import ready
 from vecroute.corpora.answers import Answering, class_names, explaining, predicting
+from vecroute.corpora.pictures import copy_images, find_images
 from vecroute.corpora.shards import Columns, check_shards, copy_shard, find_shards
 from vecroute.storage import seal_of, write_file
 
@@ -33,22 +34,27 @@ class Report(NamedTuple):
 
 
 def predict_folder(classifier: Any, data: str | Path, out: str | Path, **options: Any) -> Report:
-    """Predict every text of a corpus: a label and the probability of each class for each row.
+    """Predict every text or image of a corpus: a label and the probability of each class for each.
 
     Args:
-        classifier: a fitted ``RoutingClassifier`` of texts.
-        data: a folder of .parquet, .jsonl and .csv files, the last two maybe with .gz, or one such file.
+        classifier: a fitted ``RoutingClassifier``.
+        data: for texts a folder of .parquet, .jsonl and .csv files, the last two maybe with .gz, or one such
+            file. For images a folder, whose subfolders count too.
         out: the folder of results. It gets a file of the same name for each file of the corpus, with all its
-            columns, and new ones after them. A run that was stopped resumes with the missing files.
-        options: of ``run_folder``.
+            columns, and new ones after them. Each folder of images becomes a file ``predictions.jsonl``, with
+            a row for each image. A run that was stopped resumes with the missing files.
+        options: of ``run_folder`` for texts, of ``run_images`` for images.
 
     Returns:
         What was done.
 
     Raises:
         ValueError: before anything is written: no such corpus, no column of texts, files with different
-            columns, or a folder with other results. A file that cannot be read is named in the report.
+            columns, no images, or a folder with other results. A file that cannot be read is named in the
+            report.
     """
+    if hasattr(classifier.encoder_, "grid"):
+        return run_images(classifier, data, out, **options)
     return run_folder(classifier, data, out, predicting(classifier), {"what": "predict"}, **options)
 
 
@@ -64,10 +70,12 @@ def explain_folder(
     """Explain every text of a corpus; see ``predict_folder``. The column ``explanation`` comes last.
 
     Args:
-        classifier, data, out, options: as in ``predict_folder``.
+        classifier, data, out, options: as in ``predict_folder``, for texts.
         of: "words" or "states", as in ``RoutingClassifier.explain``.
         unit: "token", "word", "sentence" or "chunk": what contributions are summed over.
     """
+    if hasattr(classifier.encoder_, "grid"):
+        raise ValueError(f"classifier must be of texts to explain {data}, it is of images")
     about = {"what": "explain", "of": of, "unit": unit}
     return run_folder(classifier, data, out, explaining(classifier, of, unit), about, **options)
 
@@ -84,7 +92,7 @@ def run_folder(
     delimiter: str | None = None,
     step: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Give each row of a corpus new cells. Under torchrun, each process takes its share of the shards.
+    """Give each row of a corpus new cells.
 
     Args:
         answer: gives the new cells.
@@ -101,26 +109,80 @@ def run_folder(
     columns = Columns(text, class_names(classifier), classifier.multi_label, explained, raw, delimiter)
     check_shards(root, shards, columns)
     record = {**about, "text": text, "raw": raw, "model": model_key(classifier)}
+    sources = {shard: [root / shard] for shard in shards}
+
+    def copy(shard: Path) -> int:
+        return copy_shard(root / shard, out / shard, columns, answer)
+
+    return run_shards(sources, out, record, copy, step)
+
+
+def run_images(
+    classifier: Any,
+    data: str | Path,
+    out: str | Path,
+    *,
+    to: str = "jsonl",
+    raw: bool = False,
+    step: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Predict every image of a folder. Each folder of images becomes one table of the same path.
+
+    Args:
+        to: the format of the tables, "jsonl" or "csv".
+        raw, step: as in ``run_folder``.
+    """
+    if to not in ("jsonl", "csv"):
+        raise ValueError(f"to must be jsonl or csv, got {to!r}")
+    root, out = Path(data), Path(out)
+    sources = find_images(root, f"predictions.{to}")
+    check_places(root, root, out)
+    record = {"what": "predict", "to": to, "raw": raw, "model": model_key(classifier)}
+    classes, answer = class_names(classifier), predicting(classifier)
+
+    def copy(shard: Path) -> int:
+        _, *images = sources[shard]
+        return copy_images(images, out / shard, classes, answer, raw)
+
+    return run_shards(sources, out, record, copy, step)
+
+
+def run_shards(
+    sources: Mapping[Path, Sequence[Path]],
+    out: Path,
+    record: dict[str, Any],
+    copy: Callable[[Path], int],
+    step: Callable[[int, int], None] | None,
+) -> Report:
+    """Make the missing shards of a folder of results. Under torchrun, each process takes its share.
+
+    Args:
+        sources: the shards, relative to the folder, and the files or folders that each is made from.
+        out: the folder of results.
+        record: what the run does.
+        copy: makes a shard and returns its number of rows.
+        step: called with the number of finished shards of this process, and of all its shards.
+    """
     check_record(out, record)
     with Processes() as processes:
-        missing = processes.first([shard for shard in shards if not is_done(root / shard, out / shard)])
+        missing = processes.first([shard for shard in sources if not is_done(sources[shard], out / shard)])
         out.mkdir(parents=True, exist_ok=True)
         write_file(out / RECORD, json.dumps(record, indent=1).encode())
         own = missing[processes.rank :: processes.world]
         rows, failed = 0, {}
         for k, shard in enumerate(own, 1):
             try:
-                rows += copy_shard(root / shard, out / shard, columns, answer)
+                rows += copy(shard)
             except (ValueError, TypeError, OSError) as error:
                 failed[str(shard)] = " ".join(str(error).split())
-                logger.warning("%s is left out: %s", root / shard, failed[str(shard)])
+                logger.warning("%s is left out: %s", sources[shard][0], failed[str(shard)])
             if step:
                 step(k, len(own))
         every = processes.gathered((rows, failed))
     if processes.rank == 0:
         remove_left(out, missing)
     failures = {name: why for _, some in every for name, why in some.items()}
-    there = len(shards) - len(missing)
+    there = len(sources) - len(missing)
     return Report(len(missing) - len(failures), there, sum(n for n, _ in every), failures)
 
 
@@ -188,16 +250,17 @@ def check_record(out: Path, record: dict[str, Any]) -> None:
 def model_key(classifier: Any) -> str:
     """A key that changes with everything that changes predictions."""
     encoder, head = ready(classifier)
-    options = [encoder.depths, encoder.max_length, encoder.stride, encoder.special_tokens]
+    of_texts = ("max_length", "stride", "special_tokens")
+    options = [encoder.depths, *(getattr(encoder, name) for name in of_texts if hasattr(encoder, name))]
     temperature = float(getattr(classifier, "temperature_", 1.0))
     about = [*encoder.identity, options, classifier.classes_.tolist(), temperature]
     described = hashlib.sha256(json.dumps(about).encode()).hexdigest()
     return seal_of({name: weight.cpu() for name, weight in head.state_dict().items()}, described)
 
 
-def is_done(source: Path, target: Path) -> bool:
-    """Return whether the result exists and is not older than its source."""
-    return target.is_file() and target.stat().st_mtime >= source.stat().st_mtime
+def is_done(sources: Sequence[Path], target: Path) -> bool:
+    """Return whether the result exists and is not older than its sources."""
+    return target.is_file() and target.stat().st_mtime >= max(path.stat().st_mtime for path in sources)
 
 
 def remove_left(out: Path, shards: Sequence[Path]) -> None:

@@ -87,8 +87,9 @@ def check_shards(root: Path, shards: Sequence[Path], columns: Columns) -> None:
         other, known = first.setdefault(kind, (shard, found))
         if kind != "jsonl" and found != known:
             differs = next(name for name in [*known, *found] if known.get(name) != found.get(name))
-            there, here = (one.get(differs, "no such column") for one in (known, found))
-            what = f"its column {differs!r} is {here}, not {there}"
+            what = f"its column {differs!r} is {found.get(differs)}, not {known.get(differs)}"
+            if differs not in found or differs not in known:
+                what = f"it {'has' if differs in found else 'lacks'} the column {differs!r}"
             raise ValueError(f"{root / shard} has another schema than {root / other}: {what}")
 
 

@@ -1,7 +1,7 @@
 """Predict rows of any source, one after the other."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vecroute.classifier.columns import is_dataset, sample_column
@@ -25,11 +25,16 @@ def predict_rows(
         text: the column of texts. None for "text", or for the only column of strings.
 
     Raises:
-        ValueError, TypeError: there is no such column, or a cell is no text.
+        ValueError, TypeError: a row is no dict, there is no such column, or a cell is no text.
     """
+    if not isinstance(rows, Iterable):
+        raise TypeError(f"rows must be an iterable of dicts, got {type(rows).__name__}")
     names, answer = class_names(classifier), predicting(classifier)
     stream, n = iter(rows), 0
     while some := list(itertools.islice(stream, ROWS)):
+        for k, row in enumerate(some, n + 1):
+            if not isinstance(row, Mapping):
+                raise TypeError(f"row {k} of rows must be a dict, got {type(row).__name__}")
         if text is None:
             known = is_dataset(rows) and getattr(rows, "features", None) is not None
             text = sample_column(rows, False, None if known else some[0])
