@@ -74,10 +74,10 @@ def link_to_a_model(place):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (other_folder, "'thesis.txt' in it is not of a classifier"),
-        (with_a_note, "'thesis.txt' in it is not of a classifier"),
-        (of_something_else, "since it is no folder of a classifier"),
-        (damaged, "since it is no folder of a classifier"),
+        (other_folder, "it has 'thesis.txt', not a file of a classifier"),
+        (with_a_note, "it has 'thesis.txt', not a file of a classifier"),
+        (of_something_else, "it is not the folder of a classifier"),
+        (damaged, "it is not the folder of a classifier"),
         (link_to_a_model, "is a link: choose another folder"),
         (lambda place: place.symlink_to("nowhere"), "is a link: choose another folder"),
         (lambda place: place.write_text("a file"), "is a file: choose another folder"),
@@ -187,7 +187,7 @@ OF_ENCODER = ("name", "revision", "weights", "preparation", "configuration", "fi
         (lambda config: config.update(classes="neg"), "'classes' must be list, is str"),
         (lambda config: config.update(classes=[]), "classes must be names or numbers"),
         (lambda config: config.update(classes=[["neg"], ["pos"]]), "classes must be names or numbers"),
-        (lambda config: config.update(classes=["neg", "neg"]), "the class 'neg' is there twice"),
+        (lambda config: config.update(classes=["neg", "neg"]), "the class 'neg' is listed twice"),
         (lambda config: config.update(classes=["a", "b", "c"]), "the head in"),
         *(
             (lambda config, T=T: config.update(temperature=T), "temperature must be a positive number, is")

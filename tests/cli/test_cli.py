@@ -403,7 +403,7 @@ def rewrite(name, change):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "is no folder with a classifier"),
+        (shutil.rmtree, "is not a folder with a classifier"),
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
         (rewrite("config.json", lambda data: data[:-40]), "is damaged"),
