@@ -178,9 +178,9 @@ def test_4_missing_labels_are_no_class():
 
 
 def test_5_what_is_not_there_is_said_at_once_and_a_moved_encoder_can_be_named(run, home):
-    assert failed(run("fit", "none.csv", "--out", "new"), "none.csv is not there")
+    assert failed(run("fit", "none.csv", "--out", "new"), "none.csv does not exist")
     nowhere = run("fit", "train.csv", *FIT[2:6], "--encoder", "./none", "--out", "new")
-    assert refused(nowhere, "encoder './none' could not be loaded: this folder is not there")
+    assert refused(nowhere, "encoder './none' could not be loaded: this folder does not exist")
     assert failed(run("predict", "none/model", stdin=b"x"), "none/model")
     moved = Path(shutil.copytree(home / "encoder", home / "moved"))
     shutil.move(home / "encoder", home / "away")

@@ -298,7 +298,7 @@ def test_other_files_of_a_folder_are_named_and_left_out(photos, rgb, caplog):
 
 def test_files_called_images_that_are_none_are_refused(photos):
     (photos / "cat" / "bad.png").write_text("x")
-    with pytest.raises(ValueError, match=r"bad.png is no image that can be read, .*: remove it from"):
+    with pytest.raises(ValueError, match=r"bad.png is not an image that can be read, .*: remove it from"):
         read_folder(photos)
     (photos / "cat" / "empty.jpg").write_bytes(b"")
     with pytest.raises(ValueError, match="1 more like it"):
@@ -307,12 +307,12 @@ def test_files_called_images_that_are_none_are_refused(photos):
 
 def test_two_classes_or_more_are_needed(photos):
     shutil.rmtree(photos / "dog")
-    with pytest.raises(ValueError, match="two classes or more, got images in cat alone"):
+    with pytest.raises(ValueError, match="two classes or more, got images only in cat"):
         read_folder(photos)
     shutil.rmtree(photos / "cat")
     with pytest.raises(ValueError, match="got no images in them"):
         read_folder(photos)
-    with pytest.raises(ValueError, match="is no folder of images"):
+    with pytest.raises(ValueError, match="is not a folder of images"):
         read_folder(photos / "elsewhere")
 
 

@@ -79,7 +79,7 @@ def load(model: Path, encoder: str | None, device: str | None, verbose: bool | N
 def check_data(data: Path) -> None:
     """Raise an error for missing data before the model is loaded."""
     if str(data) != "-" and not data.exists():
-        raise ValueError(f"{data} is not there")
+        raise ValueError(f"{data} does not exist")
 
 
 def check_output(path: Path | None) -> None:
