@@ -195,7 +195,10 @@ def change(table: pa.Table, path: Path) -> None:
 
 
 MISTAKES = {
-    "empty": (lambda c: [p.unlink() for p in c.rglob("*.parquet")], "is no corpus: it has no file that ends"),
+    "empty": (
+        lambda c: [p.unlink() for p in c.rglob("*.parquet")],
+        "is not a corpus: it has no file that ends",
+    ),
     "missing": (lambda c: None, "has no column 'words', it has 'id', 'text', 'label', 'when'"),
     "schema": (
         lambda c: change(parquet.read_table(c / "a.parquet").drop_columns("id"), c / "more" / "c.parquet"),
@@ -260,7 +263,7 @@ def test_the_command_line(model, corpus, tmp_path, run):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("nowhere", "nowhere is not there"), ("a.xlsx", r"a.xlsx must end with .parquet")]
+    ("name", "message"), [("nowhere", "nowhere does not exist"), ("a.xlsx", r"a.xlsx must end with .parquet")]
 )
 def test_no_corpus(classifier, tmp_path, name, message):
     (tmp_path / "a.xlsx").write_bytes(b"")
