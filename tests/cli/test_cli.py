@@ -390,7 +390,7 @@ def test_an_output_folder_that_exists_or_cannot_be(run, tiny, data, tmp_path):
     assert failed(run(*fit_arguments(tiny, data, tmp_path / "model")), "model exists: choose another --out")
     assert failed(run(*fit_arguments(tiny, data, tmp_path / "file")), "file exists: choose another --out")
     assert failed(
-        run(*fit_arguments(tiny, data, tmp_path / "file" / "model")), "file is no folder to write to"
+        run(*fit_arguments(tiny, data, tmp_path / "file" / "model")), "file is not a folder to write to"
     )
     assert names(tmp_path) == ["file", "model"]
 

@@ -106,7 +106,7 @@ def test_1_and_7_fit_skips_holes_shows_progress_and_says_what_it_wrote(home):
 
 def test_6_the_model_is_replaced_only_when_asked_and_only_if_it_is_one(run, home):
     assert failed(
-        run(*FIT, "--out", "model"), "model exists: choose another --out, or replace a model by --force"
+        run(*FIT, "--out", "model"), "model exists: choose another --out, or replace a model with --force"
     )
     (home / "mine").mkdir(exist_ok=True)
     (home / "mine/thesis.txt").write_text("years of work")

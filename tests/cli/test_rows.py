@@ -214,7 +214,7 @@ def test_missing_labels_are_no_class(tiny, missing):
         (("fit", "none.csv", "--out", "m"), "none.csv does not exist"),
         (("evaluate", "m", "none.csv"), "none.csv does not exist"),
         (("predict", "none", "none.csv"), "none.csv does not exist"),
-        (("explain", "m", "a", "--html", "none/why.html"), "none is no folder"),
+        (("explain", "m", "a", "--html", "none/why.html"), "none is not a folder"),
         (("predict", "none"), "none is not a folder with a classifier"),
     ],
 )
@@ -248,7 +248,7 @@ def test_recipes_that_cannot_be(given, message):
 @pytest.mark.parametrize(
     ("streams", "code", "message"),
     [
-        ("<&-", 2, "vecroute: standard input is closed: name what to read\n"),
+        ("<&-", 2, "vecroute: standard input is closed: name a file to read\n"),
         ("</dev/null >&-", 2, "vecroute: standard output is closed\n"),
         ("</dev/null 2>&-", 2, ""),
     ],
