@@ -174,7 +174,7 @@ def panel(
 
 
 def in_order(rows: "Explanation | None", decimals: int, coarser: bool) -> dict[str, Any]:
-    """List every row in the order of the text, with the whole text if these rows are coarser than the colours."""
+    """List every row in the order of the text. For rows coarser than asked, add the whole coloured text."""
     if rows is None:
         return {"unit": "", "rows": [], "whole": []}
     numbers = shown(rows, decimals=decimals)

@@ -101,9 +101,7 @@ class Body:
         try:
             message = await asyncio.wait_for(self._receive(), max(left, 0))
         except TimeoutError:
-            raise HTTPException(
-                408, f"the request must arrive in {self.guard.seconds:g} seconds"
-            ) from None
+            raise HTTPException(408, f"the request must arrive in {self.guard.seconds:g} seconds") from None
         if message["type"] == "http.disconnect":
             self.left = True
             self.ended.set()
