@@ -237,7 +237,7 @@ def test_folders_of_other_results_are_left_alone(model, classifier, corpus, tmp_
     (out / "_vecroute.json").write_text("[")
     assert "is damaged" in run("predict", model, corpus, "--out", out).err
     (out / "_vecroute.json").unlink()
-    assert "no results of vecroute" in run("predict", model, corpus, "--out", out).err
+    assert "not results of vecroute" in run("predict", model, corpus, "--out", out).err
     (tmp_path / "file").touch()
     assert "it is a file" in run("predict", model, corpus, "--out", tmp_path / "file").err
 

@@ -167,7 +167,7 @@ def test_pickled_weights_are_not_read(way, tiny, tmp_path, marker):
         name = "pytorch_model.bin" if way == "in the index" else "../tiny/model.safetensors"
         index = {"metadata": {}, "weight_map": {"embeddings.LayerNorm.weight": name}}
         (folder / finding.INDEX).write_text(json.dumps(index))
-        message = r"names '.*', which is no \.safetensors file beside it"
+        message = r"names '.*', not a \.safetensors file in the same folder"
     with pytest.raises(ValueError, match=message):
         TextEncoder(str(folder))
     assert not marker.exists()
