@@ -26,8 +26,8 @@ def ray_predict(
         model: the folder or hub name of a classifier, which every node can read, or a ``RoutingClassifier``.
         dataset: a ``ray.data.Dataset``.
         text: the column of texts.
-        workers: number of processes, each of which loads the model. None for one process per GPU of the
-            cluster, or one per two CPUs if there are no GPUs.
+        workers: number of processes. Each loads the model. None for one process per GPU of the cluster, or
+            one per two CPUs if there are no GPUs.
         batch_size: rows that a worker takes at a time.
         encoder: the name or folder of the encoder, None if it has not moved since the fit.
 
