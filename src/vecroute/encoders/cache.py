@@ -138,7 +138,7 @@ class FeatureCache:
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            logger.warning("hidden states cannot be written to %s (%s): not cached", self.own, error)
+            logger.warning("hidden states cannot be written to %s (%s): continuing without", self.own, error)
             self._full = True
         self._waiting, self._waiting_bytes = {}, 0
         self.refresh()
