@@ -471,7 +471,7 @@ def rewrite(name, change):
         (lambda folder: (folder / "config.json").unlink(), "has no classifier: config.json is missing"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
         (rewrite("config.json", lambda data: data[:-40]), "config.json in .* is damaged"),
-        (rewrite("config.json", lambda data: b"{}"), "config.json in .* is damaged or of something else"),
+        (rewrite("config.json", lambda data: b"{}"), "config.json in .* is damaged or not from vecroute"),
         (rewrite("config.json", lambda data: data.replace(b"neg", b"bad")), "config.json in .* was changed"),
         (rewrite("model.safetensors", lambda data: data[:-40]), "model.safetensors in .* is damaged"),
         (rewrite("model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1])), "or was changed"),
@@ -485,7 +485,7 @@ def test_damage_is_noticed(saved, damage, message):
 
 
 def test_no_folder_at_all(tmp_path):
-    with pytest.raises(ValueError, match="is no folder with a classifier"):
+    with pytest.raises(ValueError, match="is not a folder with a classifier"):
         vr.RoutingClassifier.from_pretrained(tmp_path / "nothing")
 
 

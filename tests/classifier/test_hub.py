@@ -70,7 +70,7 @@ def test_what_is_pushed_can_be_loaded_by_its_name(classifier, hub, caplog):
     with caplog.at_level(logging.WARNING, "vecroute"):
         address = classifier.push_to_hub("someone/films", private=True, about={"data": "films.csv"})
     assert address == "https://hub/someone/films/Upload a classifier"
-    assert "is a folder of this machine" in caplog.text
+    assert "is a folder on this machine" in caplog.text
     assert hub.private == {"someone/films": True}
     again = vr.RoutingClassifier.from_pretrained("someone/films")
     assert again.predict_proba(TEXTS[:3]).tolist() == classifier.predict_proba(TEXTS[:3]).tolist()
@@ -100,17 +100,15 @@ def test_an_upload_that_fails_is_told_in_one_line(classifier, hub, monkeypatch):
 
 
 def test_names_and_folders_that_are_not_there(classifier, hub, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^someone/none is no folder that is there, .* the hub: 404: no someone/none$"
-    ):
+    with pytest.raises(ValueError, match=r"^someone/none is not a folder, .* the hub: 404: no someone/none$"):
         vr.RoutingClassifier.from_pretrained("someone/none")
     for place in (tmp_path / "none", "./none", "none", "a/b/c"):
-        with pytest.raises(ValueError, match="is no folder with a classifier"):
+        with pytest.raises(ValueError, match="is not a folder with a classifier"):
             vr.RoutingClassifier.from_pretrained(place)
     for name in ("films", "a/b/c", "../films", "a/", Path("a/b")):
         with pytest.raises(ValueError, match="name must be 'owner/name' on the hub"):
             classifier.push_to_hub(name)
-    with pytest.raises(ValueError, match="revision is for names on the hub"):
+    with pytest.raises(ValueError, match="revision needs a name on the hub"):
         vr.RoutingClassifier.from_pretrained(tmp_path, revision="main")
     assert not hub.folder.exists()
 

@@ -28,10 +28,10 @@ def test_sets_of_labels():
 @pytest.mark.parametrize(
     ("y", "message"),
     [
-        (["good", "dull"], "must be a collection of labels for each text where multi_label=True"),
-        ([["good"], [None]], "row 1 has a missing one"),
+        (["good", "dull"], "must be a collection of labels for each text if multi_label=True"),
+        ([["good"], [None]], "row 1 has a missing label"),
         (np.array([[0, 2], [1, 0]]), "must be a table of zeros and ones"),
-        ([[], []], "must have a label at least, got none"),
+        ([[], []], "must have at least one label, got none"),
         ([["good"]], "2"),
     ],
     ids=["words", "missing", "two", "none", "too few"],
@@ -44,7 +44,7 @@ def test_sets_that_are_none_are_refused(y, message):
 def test_weights_of_several_labels_are_not_balanced():
     labels = check_label_sets([["good"], ["dull"]], 2)
     assert class_weights({"good": 2.0}, labels, True).tolist() == [1.0, 2.0]
-    with pytest.raises(ValueError, match="must be None or a dict where multi_label=True, got 'balanced'"):
+    with pytest.raises(ValueError, match="must be None or a dict if multi_label=True, got 'balanced'"):
         class_weights("balanced", labels, True)
 
 

@@ -74,10 +74,10 @@ def link_to_a_model(place):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (other_folder, "'thesis.txt' in it is not of a classifier"),
-        (with_a_note, "'thesis.txt' in it is not of a classifier"),
-        (of_something_else, "since it is no folder of a classifier"),
-        (damaged, "since it is no folder of a classifier"),
+        (other_folder, "it has 'thesis.txt', not a file of a classifier"),
+        (with_a_note, "it has 'thesis.txt', not a file of a classifier"),
+        (of_something_else, "it is not the folder of a classifier"),
+        (damaged, "it is not the folder of a classifier"),
         (link_to_a_model, "is a link: choose another folder"),
         (lambda place: place.symlink_to("nowhere"), "is a link: choose another folder"),
         (lambda place: place.write_text("a file"), "is a file: choose another folder"),
@@ -176,8 +176,8 @@ OF_ENCODER = ("name", "revision", "weights", "preparation", "configuration", "fi
         *((lambda config, key=key: config.pop(key), f"'{key}' is missing") for key in KEYS),
         *((lambda config, key=key: config["encoder"].pop(key), f"'{key}' is missing") for key in OF_ENCODER),
         (lambda config: config["params"].pop("multi_label"), "params: 'multi_label' is missing"),
-        (lambda config: config["params"].update(evil=1), "params: 'evil' is no option"),
-        (lambda config: config["params"].update(device="cuda"), "params: 'device' is no option"),
+        (lambda config: config["params"].update(evil=1), "params: 'evil' is unknown to vecroute"),
+        (lambda config: config["params"].update(device="cuda"), "params: 'device' is unknown to vecroute"),
         (lambda config: config["params"].update(head="none"), "the head in"),
         (lambda config: config["params"].update(head_options={"n_hid": 10**9}), "the head in"),
         (lambda config: config["params"].update(head_options={"n_iters": 10**9}), "n_iters must be"),
@@ -187,7 +187,7 @@ OF_ENCODER = ("name", "revision", "weights", "preparation", "configuration", "fi
         (lambda config: config.update(classes="neg"), "'classes' must be list, is str"),
         (lambda config: config.update(classes=[]), "classes must be names or numbers"),
         (lambda config: config.update(classes=[["neg"], ["pos"]]), "classes must be names or numbers"),
-        (lambda config: config.update(classes=["neg", "neg"]), "the class 'neg' is there twice"),
+        (lambda config: config.update(classes=["neg", "neg"]), "the class 'neg' is listed twice"),
         (lambda config: config.update(classes=["a", "b", "c"]), "the head in"),
         *(
             (lambda config, T=T: config.update(temperature=T), "temperature must be a positive number, is")

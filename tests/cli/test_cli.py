@@ -316,9 +316,9 @@ GOOD = "review,stars\n" + "a good film,pos\na dull film,neg\n" * 10
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: folder / "none.csv", "none.csv is not there"),
+        (lambda folder: folder / "none.csv", "none.csv does not exist"),
         (lambda folder: folder, "must have a folder of images for each of two classes or more"),
-        (put("a.xlsx", "?"), "a.xlsx must end with .csv, .tsv, .jsonl, .parquet or .txt, and maybe .gz"),
+        (put("a.xlsx", "?"), "a.xlsx must end with .csv, .tsv, .jsonl, .parquet or .txt, maybe with .gz"),
         (put("a.csv", "words,stars\na,b\n"), "a.csv has no column 'review', it has 'words', 'stars'"),
         (put("a.csv", "review,label\na,b\n"), "a.csv has no column 'stars', it has 'review', 'label'"),
         (put("a.jsonl", '{"review": "a"}\n'), "a.jsonl has no column 'stars', it has 'review'"),
@@ -337,11 +337,11 @@ GOOD = "review,stars\n" + "a good film,pos\na dull film,neg\n" * 10
         (put("a.csv", GOOD + "a,b,c\n"), "line 22 has 3 cells, the header has 2"),
         (put("a.csv", GOOD + '"a" b,c\n'), "line 22: ',' expected after '\"'; a quote inside"),
         (put("a.csv", GOOD + '"a,\nb,c\n'), "the row of line 22 has a quote that is not closed"),
-        (put("a.csv", "\nreview,stars\n"), "a.csv has no names of columns: its first line is empty"),
+        (put("a.csv", "\nreview,stars\n"), "a.csv has no column names: its first line is empty"),
         (put("a.jsonl", '{"review": null, "stars": "pos"}\n'), "1 of 1 rows have no text (line 1)"),
         (put("a.jsonl", '\n{"review": 7, "stars": "pos"}\n'), "must have texts, line 2 has 7 (int)"),
         (put("a.jsonl", "[" * 200_000 + "\n"), "line 1 is nested too deep"),
-        (put("a.jsonl", "[1]\n"), "line 1 is no JSON object, but list"),
+        (put("a.jsonl", "[1]\n"), "line 1 is not a JSON object, but list"),
         (put("a.txt", "a good film\n"), "a.txt has no column 'stars', it has 'text'"),
         (put("a.txt", ""), "a.txt is empty: it has no rows"),
     ],
@@ -390,7 +390,7 @@ def test_an_output_folder_that_exists_or_cannot_be(run, tiny, data, tmp_path):
     assert failed(run(*fit_arguments(tiny, data, tmp_path / "model")), "model exists: choose another --out")
     assert failed(run(*fit_arguments(tiny, data, tmp_path / "file")), "file exists: choose another --out")
     assert failed(
-        run(*fit_arguments(tiny, data, tmp_path / "file" / "model")), "file is no folder to write to"
+        run(*fit_arguments(tiny, data, tmp_path / "file" / "model")), "file is not a folder to write to"
     )
     assert names(tmp_path) == ["file", "model"]
 
@@ -403,7 +403,7 @@ def rewrite(name, change):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "is no folder with a classifier"),
+        (shutil.rmtree, "is not a folder with a classifier"),
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
         (rewrite("config.json", lambda data: data[:-40]), "is damaged"),

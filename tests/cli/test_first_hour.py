@@ -106,7 +106,7 @@ def test_1_and_7_fit_skips_holes_shows_progress_and_says_what_it_wrote(home):
 
 def test_6_the_model_is_replaced_only_when_asked_and_only_if_it_is_one(run, home):
     assert failed(
-        run(*FIT, "--out", "model"), "model exists: choose another --out, or replace a model by --force"
+        run(*FIT, "--out", "model"), "model exists: choose another --out, or replace a model with --force"
     )
     (home / "mine").mkdir(exist_ok=True)
     (home / "mine/thesis.txt").write_text("years of work")
@@ -178,9 +178,9 @@ def test_4_missing_labels_are_no_class():
 
 
 def test_5_what_is_not_there_is_said_at_once_and_a_moved_encoder_can_be_named(run, home):
-    assert failed(run("fit", "none.csv", "--out", "new"), "none.csv is not there")
+    assert failed(run("fit", "none.csv", "--out", "new"), "none.csv does not exist")
     nowhere = run("fit", "train.csv", *FIT[2:6], "--encoder", "./none", "--out", "new")
-    assert refused(nowhere, "encoder './none' could not be loaded: this folder is not there")
+    assert refused(nowhere, "encoder './none' could not be loaded: this folder does not exist")
     assert failed(run("predict", "none/model", stdin=b"x"), "none/model")
     moved = Path(shutil.copytree(home / "encoder", home / "moved"))
     shutil.move(home / "encoder", home / "away")

@@ -173,7 +173,7 @@ def test_labels_that_the_model_does_not_know(run, fitted, tmp_path):
 def test_missing_labels_are_no_class(tiny, missing):
     with pytest.raises(ValueError, match="y must be one label for each text, row 1 is missing"):
         vr.RoutingClassifier(tiny).fit(TEXTS, ["pos", missing, *LABELS[2:]])
-    with pytest.raises(ValueError, match="row 1 has a missing one"):
+    with pytest.raises(ValueError, match="row 1 has a missing label"):
         vr.RoutingClassifier(tiny, multi_label=True).fit(TEXTS, [["a"], ["a", missing], *[["b"]] * 118])
 
 
@@ -211,11 +211,11 @@ def test_missing_labels_are_no_class(tiny, missing):
         (("serve", "m", "--seconds", "inf"), "'--seconds'"),
         (("serve", "m", "--seconds", "nan"), "'--seconds'"),
         (("serve", "m", "--port", 70000), "'--port': Input should be less than or equal to 65535"),
-        (("fit", "none.csv", "--out", "m"), "none.csv is not there"),
-        (("evaluate", "m", "none.csv"), "none.csv is not there"),
-        (("predict", "none", "none.csv"), "none.csv is not there"),
-        (("explain", "m", "a", "--html", "none/why.html"), "none is no folder"),
-        (("predict", "none"), "none is no folder with a classifier"),
+        (("fit", "none.csv", "--out", "m"), "none.csv does not exist"),
+        (("evaluate", "m", "none.csv"), "none.csv does not exist"),
+        (("predict", "none", "none.csv"), "none.csv does not exist"),
+        (("explain", "m", "a", "--html", "none/why.html"), "none is not a folder"),
+        (("predict", "none"), "none is not a folder with a classifier"),
     ],
 )
 def test_what_cannot_be_is_said_at_once(run, arguments, message, tmp_path, monkeypatch):
@@ -248,7 +248,7 @@ def test_recipes_that_cannot_be(given, message):
 @pytest.mark.parametrize(
     ("streams", "code", "message"),
     [
-        ("<&-", 2, "vecroute: standard input is closed: name what to read\n"),
+        ("<&-", 2, "vecroute: standard input is closed: name a file to read\n"),
         ("</dev/null >&-", 2, "vecroute: standard output is closed\n"),
         ("</dev/null 2>&-", 2, ""),
     ],

@@ -203,7 +203,10 @@ def change(table: pa.Table, path: Path) -> None:
 
 
 MISTAKES = {
-    "empty": (lambda c: [p.unlink() for p in c.rglob("*.parquet")], "is no corpus: it has no file that ends"),
+    "empty": (
+        lambda c: [p.unlink() for p in c.rglob("*.parquet")],
+        "is not a corpus: it has no file that ends",
+    ),
     "missing": (lambda c: None, "has no column 'words', it has 'id', 'text', 'label', 'when'"),
     "schema": (
         lambda c: change(parquet.read_table(c / "a.parquet").drop_columns("id"), c / "more" / "c.parquet"),
@@ -258,7 +261,7 @@ def test_folders_of_other_results_are_left_alone(model, classifier, corpus, tmp_
     (out / "_vecroute.json").write_text("[")
     assert "is damaged" in run("predict", model, corpus, "--out", out).err
     (out / "_vecroute.json").unlink()
-    assert "no results of vecroute" in run("predict", model, corpus, "--out", out).err
+    assert "not results of vecroute" in run("predict", model, corpus, "--out", out).err
     (tmp_path / "file").touch()
     assert "it is a file" in run("predict", model, corpus, "--out", tmp_path / "file").err
 
@@ -284,7 +287,7 @@ def test_the_command_line(model, corpus, tmp_path, run):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("nowhere", "nowhere is not there"), ("a.xlsx", r"a.xlsx must end with .parquet")]
+    ("name", "message"), [("nowhere", "nowhere does not exist"), ("a.xlsx", r"a.xlsx must end with .parquet")]
 )
 def test_no_corpus(classifier, tmp_path, name, message):
     (tmp_path / "a.xlsx").write_bytes(b"")

@@ -103,7 +103,7 @@ def test_no_command_runs_code_of_a_folder(door, run, model, data, tmp_path, mark
     done = run(*DOORS[door](evil, model, data, tmp_path / "out"), stdin=b"y\n" * 20)
     assert not marker.exists()
     assert (done.code, done.err.count("\n")) == (2, 1), done
-    assert "brings code of its own (auto_map in config.json), which never runs" in done.err
+    assert "needs its own code (auto_map in config.json), which is never run" in done.err
 
 
 CALLS = {
@@ -119,7 +119,7 @@ def test_no_call_runs_code_of_a_folder(call, model, tmp_path, marker, monkeypatc
     evil = with_code(tmp_path / "evil", marker, "ViT" if call == "VisionEncoder" else "Bert")
     stdin = io.StringIO("y\n" * 20)
     monkeypatch.setattr(sys, "stdin", stdin)
-    with pytest.raises(ValueError, match="brings code of its own"):
+    with pytest.raises(ValueError, match="needs its own code"):
         CALLS[call](evil, model)
     assert not marker.exists()
     assert stdin.tell() == 0  # no question was asked
@@ -167,7 +167,7 @@ def test_pickled_weights_are_not_read(way, tiny, tmp_path, marker):
         name = "pytorch_model.bin" if way == "in the index" else "../tiny/model.safetensors"
         index = {"metadata": {}, "weight_map": {"embeddings.LayerNorm.weight": name}}
         (folder / finding.INDEX).write_text(json.dumps(index))
-        message = r"names '.*', which is no \.safetensors file beside it"
+        message = r"names '.*', not a \.safetensors file in the same folder"
     with pytest.raises(ValueError, match=message):
         TextEncoder(str(folder))
     assert not marker.exists()
@@ -237,7 +237,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tiny, tmp_path):
 )
 def test_a_path_is_no_name_on_the_hub(name, monkeypatch):
     monkeypatch.setattr(finding.huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
-    with pytest.raises(ValueError, match="could not be loaded: this folder is not there"):
+    with pytest.raises(ValueError, match="could not be loaded: this folder does not exist"):
         vr.RoutingClassifier(name).fit(TEXTS, LABELS)
 
 

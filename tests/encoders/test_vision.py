@@ -274,5 +274,5 @@ def test_the_encoder_of_the_package_is_found_and_checked(monkeypatch, tmp_path):
     ):
         VisionEncoder("vit-cifar10")
     monkeypatch.setattr(finding, "VIT_FOLDER", tmp_path)
-    with pytest.raises(ValueError, match=r"'vit-cifar10'.* is not there; reinstall vecroute"):
+    with pytest.raises(ValueError, match=r"'vit-cifar10'.* is missing; reinstall vecroute"):
         VisionEncoder("vit-cifar10")

@@ -371,7 +371,7 @@ class TestWords:
     def test_there_may_be_no_credit(self):
         explanation = explain(TEXT, **NEW_FIELDS)
         assert "phi" not in explanation.to_dataframe().columns
-        with pytest.raises(ValueError, match=r"of='phi' needs credit, which only of='states'"):
+        with pytest.raises(ValueError, match=r"of='phi' needs credit: explain a head of routings"):
             explanation.plot(of="phi")
         with pytest.raises(ValueError, match="of must be one of 'words', 'states', got 'letters'"):
             explain(TEXT, of="letters")

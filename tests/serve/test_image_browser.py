@@ -154,7 +154,7 @@ def test_damaged_and_large_files_are_told(page, file, tmp_path):
     with page.expect_response("**/explain?**"):
         page.set_input_files("#file", tmp_path / "broken.png")
     page.wait_for_selector("#status.wrong")
-    assert "is no image that can be read" in page.text_content("#status")
+    assert "is not an image that can be read" in page.text_content("#status")
     assert page.is_hidden("#result-a")
     page.seen["wrong"].clear()  # browsers log every 422
     (tmp_path / "large.png").write_bytes(bytes(300_001))

@@ -149,7 +149,7 @@ DAMAGED = {
 def test_what_is_no_image_is_refused(client, name, path):
     response = client.post(path, content=DAMAGED[name], headers=PNG)
     assert response.status_code == 422
-    told = {"empty": "image is empty: it has 0 bytes", "postscript": "image is no image that can be read"}
+    told = {"empty": "image is empty: it has 0 bytes", "postscript": "image is not an image that can be read"}
     assert response.json()["detail"].startswith(told.get(name, "image "))
     assert "content-security-policy" in response.headers
 

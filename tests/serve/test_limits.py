@@ -420,7 +420,7 @@ def test_slow_requests_are_told_and_closed(sent, told):
         if told:
             head, _, body = found.partition(b"\r\n\r\n")
             assert head.split(b" ")[1] == told
-            assert json.loads(body) == {"detail": "the request must come within 1 seconds"}
+            assert json.loads(body) == {"detail": "the request must arrive in 1 seconds"}
         else:
             assert found == b""
 

@@ -469,7 +469,7 @@ def test_a_slow_body_is_refused():
             return {"type": "http.request"}
 
         guard = serve.app.Guard(app, {}, 10, 0.01)
-        with pytest.raises(Exception, match=r"408: the request must come within 0\.01 seconds"):
+        with pytest.raises(Exception, match=r"408: the request must arrive in 0\.01 seconds"):
             await guard({"type": "http", "headers": []}, late, sent.append)
 
     asyncio.run(ask())

@@ -11,7 +11,7 @@ from vecroute.io.cells import visible
 
 N_CLASSES = 50  # the card names at most this many
 MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~>-])")
-# Options of the training that a reader may want to know.
+# Training options that the card lists.
 OPTIONS = ("head", "max_epochs", "batch_size", "lr", "label_smoothing", "validation_fraction", "random_state")
 
 
@@ -113,7 +113,7 @@ def table(config: dict[str, Any]) -> str:
 
 
 def estimated(found: dict[str, Any] | None) -> dict[str, str]:
-    """Return rows on how good the classifier is expected to be, and what to do next."""
+    """Return the rows of an estimate: the expected accuracy, the recall of classes, and advice."""
     if found is None:
         return {}
     estimate = Estimate(**found)

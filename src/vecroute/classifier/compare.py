@@ -17,7 +17,7 @@ from vecroute.ops.checks import check_choice, check_size
 from vecroute.training.loop import BATCH_BYTES, make_accelerator
 
 WIDTH = 100  # width of the table in characters
-NEITHER = {"calibrate": False, "estimate": False}  # accuracy is measured on the test texts
+NEITHER = {"calibrate": False, "estimate": False}  # not needed: the test texts measure the accuracy
 FLIPS = 10_000  # random sign flips in the paired test
 
 
@@ -42,16 +42,17 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Fit every head with every seed, and test all on the same texts.
 
-    All heads have the same recipe, by default the recipe of ``RoutingClassifier``, which may not be the best
-    for each. There is one difference: each step drops 0.8 of the hidden states and 0.3 of the features for
-    heads that weight each hidden state, and nothing for heads that take means or one position.
+    All heads have the same recipe, by default the recipe of ``RoutingClassifier``. It may not be the best
+    recipe for each head. There is one difference. For heads that weight each hidden state, each step drops
+    0.8 of the hidden states and 0.3 of the features. For heads that take means or one position, it drops
+    nothing.
 
     Args:
         texts, labels: training data, as in ``RoutingClassifier.fit``.
         heads: names from ``vecroute.heads.HEADS``. The others are compared with the first.
         seeds: number of seeds.
         test: texts and labels for the test, None to take a part of the training data.
-        test_fraction: the share of that part.
+        test_fraction: share of the training data to take if test is None.
         step: called with a row for each fitted classifier.
         options: options of ``RoutingClassifier``.
 
@@ -165,6 +166,6 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     console.print(table)
     told = (
         "Higher accuracy, fewer seconds and fewer parameters are better. spread: standard deviation over the "
-        f"seeds. p: how likely chance alone makes a difference to {first} as large."
+        f"seeds. p: the probability that chance alone makes such a large difference to {first}."
     )
     console.print(told, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""How good a classifier is expected to be, from samples that its head has not learned from."""
+"""Estimate the accuracy of a classifier, from samples that its head has not learned from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from torch import Tensor
 from vecroute.training import Task
 from vecroute.training.folds import N_FOLDS
 
-HANDFUL = 10  # samples of a class below which it is named
+HANDFUL = 10  # the advice names classes with fewer samples
 N_NAMED = 5  # classes in one line
-CONFIDENCE = 0.95  # of the interval
+CONFIDENCE = 0.95  # confidence level of the interval
 LEARNING = 0.25  # errors shrink with about this power of the number of samples to learn from
 
 
@@ -34,7 +34,7 @@ class Estimate:
         samples: "texts" or "images".
 
     Raises:
-        ValueError: naming the number that cannot be.
+        ValueError: a value has the wrong type or is out of range. The message names it.
     """
 
     method: str
@@ -124,8 +124,8 @@ def interval(right: int, n: int, method: str) -> tuple[float, float]:
     """Return the Wilson interval of the accuracy on new samples, if ``right`` of n tested samples were right.
 
     In cross-validation, the tested heads learned from two thirds of the samples. They share samples, so their
-    mistakes are not independent: the interval is as wide as for two thirds of the samples. And the classifier
-    itself learned from all samples, so it may be better: the upper end leaves room for it.
+    mistakes are not independent. Therefore the interval is as wide as for two thirds of the samples. The
+    classifier itself learned from all samples, so it may be better. Therefore the upper end is raised.
     """
     if method == "validation":
         found = binomtest(right, n).proportion_ci(CONFIDENCE, method="wilson")
@@ -136,7 +136,7 @@ def interval(right: int, n: int, method: str) -> tuple[float, float]:
 
 
 def most_frequent(targets: Tensor) -> Tensor:
-    """Return the most frequent row [n_cls] of targets [n, n_cls]. If several are, the first class wins."""
+    """Return the most frequent row [n_cls] of targets [n, n_cls]. In a tie, the first class wins."""
     rows, counts = torch.unique(targets, dim=0, return_counts=True)  # [m, n_cls], [m] sorted
     return rows.flip(0)[counts.flip(0).argmax()]
 

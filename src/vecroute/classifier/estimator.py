@@ -55,8 +55,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         keep_examples: True to store three of the texts with the classifier, as ``examples_``.
         cache: where to store hidden states: True for the user's cache folder, a folder, or False for nowhere.
         cache_bytes: size limit of that folder.
-        checkpoint: a file from which ``fit`` resumes where it stopped; None for none. It stays until
-            ``save_pretrained`` has written the classifier.
+        checkpoint: a file from which ``fit`` resumes where it stopped, None for no checkpoint. The file stays
+            until ``save_pretrained`` has written the classifier.
         device: the device, None for the GPU if there is one.
         random_state: an int, the seed of all random numbers.
         verbose: True to show progress, None to show it on terminals only.
@@ -174,7 +174,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             validation: texts and labels, or a dataset, for validation instead of a part of X.
 
         Raises:
-            ValueError, TypeError: texts or labels are missing, empty, of one class only, ...
+            ValueError, TypeError: texts or labels are missing or empty, or there is only one class.
         """
         fit_classifier(self, X, y, validation)
         return self
@@ -227,7 +227,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         return evaluate(labels, list(self.classes_), probabilities)
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Return the score of each class for each text [n, n_cls], or with two classes the difference [n]."""
+        """Return the scores of each text, [n, n_cls]. With two classes, return their difference, [n]."""
         scores = scores_of(self, X).numpy()  # [n, n_cls]
         two = len(self.classes_) == 2 and not self.multi_label
         return scores[:, 1] - scores[:, 0] if two else scores
@@ -235,14 +235,14 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
     def transform(self, X: Any) -> np.ndarray:
         """Return a float32 vector for each text, [n, k]: the concatenated hidden vectors of the head.
 
-        With n_hid hidden vectors of size d_hid, k = n_hid d_hid. For a pooling head it is the pooled vector.
-        So a classifier can be a step of a scikit-learn pipeline.
+        With n_hid hidden vectors of size d_hid, k = n_hid d_hid. A pooling head gives its pooled vector
+        instead. With this method, a classifier can be a step of a scikit-learn pipeline.
         """
         return vectors_of(self, X).numpy()  # [n, k]
 
     @property
     def _n_features_out(self) -> int:
-        """The size k of a vector of ``transform``. ``get_feature_names_out`` makes k names."""
+        """Return the size k of the vectors of ``transform``; ``get_feature_names_out`` makes k names."""
         check_is_fitted(self)
         return n_vector(self.head_)
 
@@ -263,9 +263,9 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             of: "words" explains the words that the encoder read, through the frozen encoder. "states"
                 explains the hidden states of each token and depth, which the head read, with the credit phi
                 if the head routes. A hidden state also depends on the other words.
-            samples: 0 explains the text itself. An even number explains means over this many random
-                sub-texts, which is slower and more faithful. Their sum differs from the score by
-                ``not_explained``.
+            samples: 0 explains the text itself. An even number takes means over this many random sub-texts,
+                which is slower and more faithful. The sum of the contributions then differs from the score
+                by ``not_explained``.
             by_depth: True to split the value of each word by the depth of the hidden states it goes through.
 
         Returns:
@@ -337,7 +337,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         Args:
             folder: the folder, or the name of the classifier on the Hugging Face hub, such as "owner/name".
             revision: a branch, tag or commit on the hub.
-            encoder: the present place of the encoder, None if it has not moved.
+            encoder: the name or folder of the encoder, None if it has not moved since the fit.
             device, verbose: as in the constructor.
 
         Raises:
@@ -387,7 +387,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         ``classes_``. The tokenizer stays outside.
 
         Args:
-            path: the file, written whole or not at all.
+            path: the file. It is written completely or not at all.
             part: "all" for encoder and head, or "head". Inputs of "all" are ``input_ids`` and
                 ``attention_mask`` [b, n], int64, n at most max_length, as the tokenizer returns them; with
                 special_tokens=False also ``special_tokens_mask`` [b, n]; for images ``pixel_values``
@@ -395,8 +395,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
                 [b, n_pos, depth, d_emb] and ``input_mask`` [b, n_pos], bool.
 
         Raises:
-            ValueError: the encoder or the head has an operation that ONNX does not have, or the graph gives
-                other probabilities. Nothing is written then.
+            ValueError: the encoder or the head has an operation that ONNX does not have, or the probabilities
+                of the graph differ from PyTorch. No file is written then.
             ImportError: the extra ``onnx`` is not installed.
         """
         from vecroute.classifier.onnx import export

@@ -108,7 +108,7 @@ def explain_some(
 def which_outputs(
     classifier: Any, texts: list[Any], asked: list[int] | None, images: bool
 ) -> list[list[int]]:
-    """Return the indices of the classes to explain, for each sample: as asked, else all or the likeliest."""
+    """Return the indices of the classes to explain for each sample: the given ones, all or the likeliest."""
     n_cls = len(classifier.classes_)
     if asked is None and images and n_cls > N_EXPLAINED:
         return scores_of(classifier, texts).topk(N_EXPLAINED).indices.tolist()

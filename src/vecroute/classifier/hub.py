@@ -30,7 +30,7 @@ def push(
         encoder = classifier.encoder_.name
         if Path(encoder).expanduser().exists():
             logger.warning(
-                "encoder %s is a folder of this machine: to load %s elsewhere, pass encoder=...",
+                "encoder %s is a folder on this machine: to load %s elsewhere, pass encoder=...",
                 encoder,
                 name,
             )
@@ -45,7 +45,7 @@ def push(
                 commit_message=message,
                 allow_patterns=list(FILES),
             )
-        except Exception as error:  # network and hub each raise errors of their own
+        except Exception as error:  # the network and the hub raise errors of different types
             raise OSError(f"{name} could not be uploaded to the hub: {first_line(error)}") from error
     return str(getattr(done, "commit_url", done))
 
@@ -57,18 +57,18 @@ def find(folder: str | Path, revision: str | None) -> Path:
         ValueError: there is neither such a folder nor such a name on the hub.
     """
     place, name = Path(folder), str(folder)
-    # If a local folder has the owner's name, the user means a folder. So a typing error is reported at once,
-    # without asking the hub.
+    # If a local folder has the owner's name, the user means a folder. A typing error is then reported at
+    # once, without asking the hub.
     if place.exists() or place.parent.exists() or not NAME.fullmatch(name):
         if revision is not None and place.exists():
-            raise ValueError(f"revision is for names on the hub, {folder} is a folder")
+            raise ValueError(f"revision needs a name on the hub, got the folder {folder}")
         return place  # the caller reads the folder, and reports what is wrong with it
     hub = require("huggingface_hub", "hf")
     try:
         return Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
-    except Exception as error:  # network, hub and files each raise errors of their own
+    except Exception as error:  # the network, the hub and files raise errors of different types
         raise ValueError(
-            f"{name} is no folder that is there, and could not be loaded from the hub: {hub_error(error)}"
+            f"{name} is not a folder, and could not be loaded from the hub: {hub_error(error)}"
         ) from error
 
 

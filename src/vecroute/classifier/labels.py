@@ -1,4 +1,4 @@
-"""Check texts and labels in all the forms users have them, and convert them for training."""
+"""Check texts and labels in every form that ``fit`` accepts, and convert them for training."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from vecroute.io.cells import is_missing, shortened
 from vecroute.training.recipe import FEW
 
 N_EXAMPLES = 3  # a classifier stores at most this many texts
-FEWEST_VALIDATED = 10  # with fewer validation samples, an accuracy means nothing
+FEWEST_VALIDATED = 10  # with fewer validation samples, the accuracy is only noise
 
 
 class Labels(NamedTuple):
@@ -99,11 +99,11 @@ def check_label_sets(y: Any, n: int) -> Labels:
             classes, table = np.arange(rows.shape[1]), rows
         else:
             if any(isinstance(row, str) or not isinstance(row, Iterable) for row in rows):
-                raise ValueError("y must be a collection of labels for each text where multi_label=True")
+                raise ValueError("y must be a collection of labels for each text if multi_label=True")
             for k, row in enumerate(rows):
                 if any(is_missing(label) for label in row):
                     raise ValueError(
-                        f"y must be a collection of labels for each text, row {k} has a missing one"
+                        f"y must be a collection of labels for each text, row {k} has a missing label"
                     )
             binarizer = MultiLabelBinarizer()
             table = binarizer.fit_transform(rows)
@@ -112,9 +112,9 @@ def check_label_sets(y: Any, n: int) -> Labels:
                 classes = classes.astype(str)
     check_count(len(table), n)
     if not np.isin(table, (0, 1)).all():
-        raise ValueError("y must be a table of zeros and ones where multi_label=True")
+        raise ValueError("y must be a table of zeros and ones if multi_label=True")
     if len(classes) < 1:
-        raise ValueError("y must have a label at least, got none")
+        raise ValueError("y must have at least one label, got none")
     return Labels(classes, torch.from_numpy(table.astype(np.float32)))
 
 
@@ -166,7 +166,7 @@ def class_weights(wanted: Any, labels: Labels, multi_label: bool) -> Tensor | No
     if wanted is None:
         return None
     if multi_label and wanted == "balanced":
-        raise ValueError("class_weight must be None or a dict where multi_label=True, got 'balanced'")
+        raise ValueError("class_weight must be None or a dict if multi_label=True, got 'balanced'")
     classes = labels.classes
     if isinstance(wanted, dict):
         unknown = [label for label in wanted if label not in classes.tolist()]

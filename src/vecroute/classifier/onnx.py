@@ -18,7 +18,7 @@ from vecroute.storage import require, temporary_place
 
 PARTS = ("all", "head")
 TOLERANCE = 1e-4  # greatest difference of probabilities between PyTorch and onnxruntime
-SIZES = ((2, 11), (1, 3), (3, 7))  # batches and lengths that are checked; the first is exported
+SIZES = ((2, 11), (1, 3), (3, 7))  # (batch size, length) of each check; the export uses the first
 OUTPUTS = ("scores", "probabilities")
 
 
@@ -28,7 +28,7 @@ class Scores(nn.Module):
     Args:
         head: hidden states [b, n_pos, depth, d_emb] and mask [b, n_pos] -> scores [b, n_cls].
         temperature: divides the scores before they become probabilities.
-        multi_label: True for a probability of its own for each class.
+        multi_label: True for a sigmoid of each score, False for a softmax over all scores.
     """
 
     def __init__(self, head: nn.Module, temperature: float, multi_label: bool):
@@ -94,7 +94,7 @@ def export(classifier: Any, path: Path, part: str) -> None:
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if dtypes != {torch.float32}:
         raise ValueError(
-            f"to_onnx needs float32 weights, load the classifier with device='cpu', got {dtypes}"
+            f"to_onnx needs float32 weights, got {dtypes}: load the classifier with device='cpu'"
         )
     examples = [inputs_of(encoder, part, *size, device) for size in SIZES]
     temporary = temporary_place(path).with_suffix(".onnx")
@@ -107,7 +107,7 @@ def export(classifier: Any, path: Path, part: str) -> None:
 
 
 def inputs_of(encoder: Any, part: str, b: int, n: int, device: torch.device) -> dict[str, Tensor]:
-    """Return random inputs of the graph for b samples of up to n positions; each is one shorter."""
+    """Return random inputs of the graph for b samples of n, n - 1, ... positions."""
     generator = torch.Generator().manual_seed(n)
     if part == "all" and isinstance(encoder, VisionEncoder):
         pixels = encoder.pixels([blank(encoder)])  # [1, channels, height, width]
@@ -124,7 +124,7 @@ def inputs_of(encoder: Any, part: str, b: int, n: int, device: torch.device) -> 
 
 
 def blank(encoder: Any) -> Any:
-    """Return an image, to learn the size of the encoder's pixels."""
+    """Return a blank image, to find the size of the encoder's input."""
     from vecroute.io.images import Picture
 
     return Picture.of(np.zeros((8, 8, 3), np.uint8))
@@ -145,13 +145,13 @@ def write(
     """Export the module to a file.
 
     Raises:
-        ValueError: it has an operation that ONNX does not have.
+        ValueError: the module has an operation that ONNX does not have.
     """
     quiet = logging.getLogger("torch.onnx"), logging.getLogger("onnxscript")
     levels = [logger.level for logger in quiet]
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # of the exporter about its own code
+            warnings.simplefilter("ignore")  # the exporter warns about its own code
             for logger in quiet:
                 logger.setLevel(logging.ERROR)
             program: Any = torch.onnx.export(
@@ -164,7 +164,7 @@ def write(
                 verbose=False,
             )
             program.save(path, external_data=False)
-    except Exception as error:  # each stage of the exporter has its own
+    except Exception as error:  # each stage of the exporter raises errors of its own type
         raise ValueError(f"{name} cannot be exported as ONNX: {first_line(error)}") from error
     finally:
         for logger, level in zip(quiet, levels, strict=True):

@@ -27,7 +27,7 @@ def encoder_for(classifier: "RoutingClassifier", device: torch.device) -> Any:
 
 
 def cache_for(classifier: "RoutingClassifier", encoder: Any) -> FeatureCache | None:
-    """Open the cache of hidden states, None if there is none or if its folder cannot be used."""
+    """Return the cache of hidden states, None if cache=False or if its folder cannot be used."""
     if classifier.cache is False or classifier.cache is None:
         return None
     folder = default_folder() if classifier.cache is True else Path(classifier.cache)

@@ -1,4 +1,4 @@
-"""Scores and vectors of any number of texts or images, as many at a time as fit in memory."""
+"""Compute scores and vectors of any number of texts or images, as many at a time as fit in memory."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -32,7 +32,7 @@ def vectors_of(classifier: "RoutingClassifier", X: Any) -> Tensor:
 
 
 def scores_of_batches(head: nn.Module, batches: Iterable[Batch], n: int) -> Tensor:
-    """Return the scores [n, n_cls] of n texts, given batches of their hidden states, as ``scores_of``."""
+    """Do the same as ``scores_of`` for n texts, from batches of their hidden states."""
     return through(head, batches, n, device_of(head)).double()  # [n, n_cls]
 
 

@@ -24,10 +24,10 @@ from vecroute.encoders.loading import pick_device
 from vecroute.storage import put_folder, remove_abandoned, temporary_place, write_file
 
 FORMAT = "vecroute.RoutingClassifier"
-VERSION = 1  # of the format; folders of another version are refused
+VERSION = 1  # version of the format; folders of another version are refused
 FILES = {"config.json", "model.safetensors", "README.md"}
 CONFIG_BYTES = 64 * 1024**2  # a longer config.json is refused
-MAX_ITERS = 1000  # the weights do not limit the iterations of a head, so a prediction could take years
+MAX_ITERS = 1000  # without this limit, a forged config.json could make a prediction take years
 INSIDE = "./"  # prefix in config.json of an encoder inside the classifier's folder
 ENCODER_OPTIONS = ("depths", "max_length", "stride", "special_tokens")
 # Parameters that belong to a machine or a run, not to the classifier, or that are saved with the encoder.
@@ -100,12 +100,12 @@ def check_place(folder: Path, overwrite: bool, inside: Path | None = None) -> No
     if not overwrite:
         raise ValueError(f"{folder} exists: choose another folder, or remove it first (or overwrite=True)")
     if others := sorted(names - FILES):
-        raise ValueError(f"{folder} is not replaced: {others[0]!r} in it is not of a classifier")
+        raise ValueError(f"{folder} is not replaced: it has {others[0]!r}, not a file of a classifier")
     try:
         read_config(folder)
     except ValueError as error:
         raise ValueError(
-            f"{folder} is not replaced, since it is no folder of a classifier: {error}"
+            f"{folder} is not replaced: it is not the folder of a classifier: {error}"
         ) from error
 
 
@@ -117,7 +117,7 @@ def place_inside(encoder: str, folder: Path) -> Path | None:
 
 
 def from_anywhere(encoder: str) -> str:
-    """Return the name of an encoder. A folder becomes an absolute path, which holds from any other folder."""
+    """Return the name of an encoder. A folder becomes an absolute path, valid in any working directory."""
     place = Path(encoder).expanduser()
     return os.path.abspath(place) if encoder not in BUILT_IN and place.is_dir() else encoder
 
@@ -133,7 +133,7 @@ def link(source: str, target: str) -> None:
 def describe(classifier: Any, about: dict) -> dict[str, Any]:
     """Return everything needed to build the classifier again, and its origin."""
     encoder, params = classifier.encoder_, classifier.get_params(deep=False)
-    # Resolved options, since a later version may resolve None to something else.
+    # Save the options that None stood for, because a later version may replace None by others.
     params["head_options"] = getattr(classifier.head_, "options", params["head_options"])
     return {
         "format": FORMAT,
@@ -201,7 +201,7 @@ def load_head(classifier: Any, folder: Path, config: dict[str, Any], weights: di
             raise ValueError(f"n_iters must be at most {MAX_ITERS}, is {n_iters}")
         for name in ("n_members", "n_routings"):  # each needs weights of its own
             if (classifier.head_options or {}).get(name, 1) > len(weights):
-                raise ValueError(f"{name} is more than the weights")
+                raise ValueError(f"{name} is more than the number of weights")
         with torch.device("meta"):
             head = new_head(classifier, classifier.encoder_, len(classifier.classes_))
         head.load_state_dict(weights, assign=True)
@@ -228,7 +228,7 @@ def encoder_place(folder: Path, name: str) -> str:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder with a classifier")
+        raise ValueError(f"{folder} is not a folder with a classifier")
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no classifier: config.json is missing")
@@ -237,12 +237,12 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ValueError(f"it has more than {CONFIG_BYTES:,} bytes")
         config = json.loads(path.read_bytes())
         if "format" not in config:
-            raise ValueError("it does not say what it is, vecroute did not write it")
+            raise ValueError("it has no entry 'format', so vecroute did not write it")
         if config["format"] != FORMAT:
             raise ValueError(f"its format is {config['format']}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         message = first_line(error)
-        raise ValueError(f"config.json in {folder} is damaged or of something else: {message}") from error
+        raise ValueError(f"config.json in {folder} is damaged or not from vecroute: {message}") from error
     return config
 
 
@@ -262,13 +262,13 @@ def check_config(cls: Any, folder: Path, config: dict[str, Any]) -> None:
     check_entries(config["encoder"], ENCODER_ENTRIES, f"{mistake}encoder: ")
     check_entries(config["params"], PARAMS, f"{mistake}params: ")
     if unknown := sorted(set(config["params"]) - (set(cls._get_param_names()) - NOT_SAVED)):
-        raise ValueError(f"{mistake}params: {unknown[0]!r} is no option of vecroute {version('vecroute')}")
+        raise ValueError(f"{mistake}params: {unknown[0]!r} is unknown to vecroute {version('vecroute')}")
     classes = config["classes"]
     if not classes or not all(isinstance(name, str | int | float) for name in classes):
         raise ValueError(f"{mistake}classes must be names or numbers, at least one")
     if len(set(map(str, classes))) < len(classes):
         again = next(name for k, name in enumerate(classes) if str(name) in map(str, classes[:k]))
-        raise ValueError(f"{mistake}the class {again!r} is there twice")
+        raise ValueError(f"{mistake}the class {again!r} is listed twice")
     if not 0 < config["temperature"] < math.inf:
         raise ValueError(f"{mistake}temperature must be a positive number, is {config['temperature']}")
     try:

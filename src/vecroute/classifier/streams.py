@@ -1,4 +1,4 @@
-"""Texts or images of any number, checked and handed out some at a time."""
+"""Check any number of texts or images, and yield them some at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -9,23 +9,24 @@ from vecroute.classifier.labels import check_texts
 from vecroute.io.images import check_images, is_image
 from vecroute.training.progress import counting_bar, is_shown
 
-IMAGE_SIZE = 4_000  # what an image counts beside the characters of texts
-FEW = 64  # samples for which no progress bar is shown
+IMAGE_SIZE = 4_000  # an image counts as this many characters
+FEW = 64  # up to this many samples, no progress bar is shown
 
 
 def windows_of(X: Any, images: bool, limit: int) -> Iterator[list[Any]]:
     """Yield checked texts or ``Picture`` objects, in order, as many at a time as the limit allows.
 
-    What has a length is checked as a whole before anything is yielded. A stream, such as a generator, is
+    If X has a length, all of it is checked before anything is yielded. A stream, such as a generator, is
     checked as it is read, and only one window of it is in memory.
 
     Args:
         X: a list, array, Series, data frame, dataset, generator or other iterable.
         images: True for images, False for texts.
-        limit: greatest number of characters at a time. An image counts as 4,000. A longer text is alone.
+        limit: greatest number of characters at a time. An image counts as 4,000. A longer text
+            has a window of its own.
 
     Raises:
-        TypeError, ValueError: see ``check_texts`` and ``check_images``; rows are counted from the first of X.
+        TypeError, ValueError: see ``check_texts`` and ``check_images``. Rows count from the start of X.
     """
     rows = samples_of(X, images)
     whole = hasattr(rows, "__len__") or not isinstance(rows, Iterable) or isinstance(rows, str | bytes)
@@ -41,7 +42,7 @@ def windows_of(X: Any, images: bool, limit: int) -> Iterator[list[Any]]:
 
 
 def grouped(rows: Iterable[Any], limit: int) -> Iterator[tuple[int, list[Any]]]:
-    """Yield groups of neighbours within the limit, each with the number of rows up to its end."""
+    """Yield groups of consecutive rows within the limit, each with the number of rows up to its end."""
     group: list[Any] = []
     total = n = 0
     for row in rows:

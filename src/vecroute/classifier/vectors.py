@@ -32,7 +32,7 @@ def vectors(head: Any, hidden_states: Tensor, input_mask: Tensor) -> Tensor:
 
 
 def n_vector(head: Any) -> int:
-    """k of ``vectors``."""
+    """Return k, the size of a vector that ``vectors`` returns."""
     if not isinstance(head, RoutingHead):
         return head.pool.d_pool
     return head.n_members * head.options["n_hid"] * head.options["d_hid"]

@@ -15,7 +15,7 @@ from vecroute.cli.threads import limit_threads
 from vecroute.io.cells import visible
 
 app = typer.Typer(
-    help="Classifiers of texts and images on frozen Transformers, whose predictions come with explanations.",
+    help="Classify texts and images with frozen Transformers, and explain every prediction.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -79,13 +79,13 @@ def load(model: Path, encoder: str | None, device: str | None, verbose: bool | N
 def check_data(data: Path) -> None:
     """Raise an error for missing data before the model is loaded."""
     if str(data) != "-" and not data.exists():
-        raise ValueError(f"{data} is not there")
+        raise ValueError(f"{data} does not exist")
 
 
 def check_output(path: Path | None) -> None:
     """Raise an error for a file that cannot be written, before the work begins."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        what = "it is a folder" if path.is_dir() else f"{path.absolute().parent} is no folder"
+        what = "it is a folder" if path.is_dir() else f"{path.absolute().parent} is not a folder"
         raise ValueError(f"{path} cannot be written: {what}")
 
 
@@ -103,7 +103,7 @@ def run_corpus(run: Any, classifier: Any, data: Path, out: Path, **options: Any)
     """Predict or explain a corpus, with a progress bar; failed shards end in exit code 1."""
     from vecroute.training.progress import progress_bar
 
-    first = os.environ.get("RANK", "0") == "0"  # the process that speaks for all
+    first = os.environ.get("RANK", "0") == "0"  # only one process shows messages
     show = first and sys.stderr.isatty()
     with told(), progress_bar(show, "shards", None) as bar:
         report = run(classifier, data, out, step=lambda done, n: bar(done, of=str(n)), **options)
@@ -143,7 +143,7 @@ def read_texts(data: Path, text: str, label: str | None, strict: bool, delimiter
 
 def standard_input() -> IO[bytes]:
     if sys.stdin is None:
-        raise ValueError("standard input is closed: name what to read")
+        raise ValueError("standard input is closed: name a file to read")
     return sys.stdin.buffer
 
 

@@ -26,7 +26,7 @@ def compare(
     label: Annotated[str, typer.Option(help="Column of labels.")] = "label",
     encoder: Annotated[str, typer.Option(help="minilm, a name on the hub, or a folder.")] = "minilm",
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="At most this many; chosen by the amount of data if left out.")
+        int | None, typer.Option(min=1, help="Most epochs; chosen by the amount of data if left out.")
     ] = None,
     lr: Annotated[float | None, typer.Option(callback=finite, help="Learning rate.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per head, no table.")] = False,
@@ -37,7 +37,7 @@ def compare(
     """Compare heads on a table of texts and labels: accuracy, spread, paired test, time, parameters.
 
     All heads are trained in the same way, with one exception. Dropout of hidden states and features applies
-    only to heads that choose among them: not to means (mean_last, mean_all, scalar_mix) nor to cls.
+    only to heads that weight each hidden state, and not to mean_last, mean_all, scalar_mix and cls.
     """
     from vecroute.classifier.compare import compare as run
     from vecroute.classifier.compare import show

@@ -60,12 +60,12 @@ def evaluate(
     check_output(html)
     classifier = load(model, encoder, device)
     if classifier.multi_label:
-        raise ValueError(f"{model} gives any number of labels, which evaluate does not know how to measure")
+        raise ValueError(f"evaluate measures one label for each text, {model} gives any number of labels")
     check_kind(classifier, model, data)
     columns = (column(classifier, text, "text"), column(classifier, label, "label"))
     texts, labels, places, n_skipped = read_labelled(data, *columns, strict, delimiter)
     if not allow_unknown:
-        advice = "correct it, name another --label, or count it as wrong by --allow-unknown"
+        advice = "correct it, name another --label, or count it as wrong with --allow-unknown"
         check_known(labels, places, classifier.classes_, "the model", advice)
     with told():
         probabilities = classifier.predict_proba(texts)

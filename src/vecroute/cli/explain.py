@@ -134,11 +134,11 @@ def note_files(texts: list[str], model: Path) -> None:
 
 
 def check_corpus(data: Path | None, out: Path | None, others: dict[str, Any]) -> None:
-    """Raise unless there is a corpus, a folder for the results, and nothing that is for single texts."""
+    """Raise unless there is a corpus, a folder for the results, and no option for single texts."""
     if data is None or out is None:
         raise ValueError(f"--data and --out go together, got {'--data' if out is None else '--out'} alone")
     if unused := [name for name, value in others.items() if value]:
-        raise ValueError(f"{unused[0]} is for single texts, and does not go with --data")
+        raise ValueError(f"{unused[0]} is for single texts, it cannot be used with --data")
     check_data(data)
 
 

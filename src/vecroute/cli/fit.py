@@ -33,7 +33,7 @@ def fit(
         str, typer.Option(help="routing, wide (MLPs twice as wide), paper (the paper's own), ...")
     ] = "routing",
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="At most this many; chosen by the amount of data if left out.")
+        int | None, typer.Option(min=1, help="Most epochs; chosen by the amount of data if left out.")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Texts per step.")] = None,
     lr: Annotated[float | None, typer.Option(callback=finite, help="Learning rate.")] = None,
@@ -45,17 +45,17 @@ def fit(
         typer.Option(help="Fraction of the texts to validate on; chosen by the amount of data if left out."),
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option(help="Fit a temperature, so that probabilities are as sure as they should be.")
+        bool, typer.Option(help="Fit a temperature, so that probabilities agree with the accuracy.")
     ] = True,
     estimate: Annotated[
-        bool, typer.Option(help="Tell how good the classifier is; with few texts by cross-validation.")
+        bool, typer.Option(help="Estimate the accuracy on new texts; with few texts, by cross-validation.")
     ] = True,
     balanced: Annotated[bool, typer.Option(help="Give every class the same weight.")] = False,
     max_length: Annotated[int | None, typer.Option(min=1, help="Tokens per chunk of a long text.")] = None,
     stride: Annotated[int, typer.Option(min=0, help="Tokens that neighbouring chunks share.")] = 0,
     cache: Annotated[bool, typer.Option(help="Store hidden states on disk for later fits.")] = True,
     shard_inputs: Annotated[
-        bool, typer.Option(help="With torchrun: split each text over processes, instead of the set of texts.")
+        bool, typer.Option(help="With torchrun: split each text over the processes, not the set of texts.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a model that `vecroute fit` wrote to --out before.")
@@ -143,12 +143,12 @@ def read_data(
 
 
 def check_place(out: Path, force: bool) -> None:
-    """Raise errors of the output folder now, not after the fit."""
+    """Raise an error before the fit if the output folder cannot be written."""
     from vecroute.classifier.saving import check_place as check_replaced
 
     if out.exists() and not force:
-        raise ValueError(f"{out} exists: choose another --out, or replace a model by --force")
+        raise ValueError(f"{out} exists: choose another --out, or replace a model with --force")
     check_replaced(out, force)
     place = next(parent for parent in out.absolute().parents if parent.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise ValueError(f"{out} cannot be written: {place} is no folder to write to")
+        raise ValueError(f"{out} cannot be written: {place} is not a folder to write to")

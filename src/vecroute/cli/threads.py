@@ -55,4 +55,4 @@ def cgroup_folders() -> Iterator[Path]:
         root = CGROUPS / "cpu" if controllers else CGROUPS
         inside = root / path.lstrip("/")
         yield from (folder for folder in (inside, *inside.parents) if folder.is_relative_to(root))
-    yield CGROUPS  # in a container, the path above may be one of the host
+    yield CGROUPS  # in a container, the path above may be a path of the host

@@ -6,7 +6,7 @@ from typing import Any
 from vecroute.explain.plain import plain
 from vecroute.io.predictions import Answer
 
-# From texts, empty where a row has none, to an answer for each.
+# Maps texts to one answer for each. The text is empty if a row has none.
 Answering = Callable[[Sequence[str]], list[Answer]]
 
 

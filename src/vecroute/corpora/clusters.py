@@ -28,17 +28,17 @@ def ray_predict(
         model: the folder or hub name of a classifier, which every node can read, or a ``RoutingClassifier``.
         dataset: a ``ray.data.Dataset``.
         text: the column of texts.
-        workers: how many processes have the model at a time. None for one on each GPU of the cluster, or on
-            each two CPUs if there are no GPUs.
+        workers: number of processes. Each loads the model. None for one process per GPU of the cluster, or
+            one per two CPUs if there are no GPUs.
         batch_size: rows that a worker takes at a time.
-        encoder: where the encoder is, if not where it was.
+        encoder: the name or folder of the encoder, None if it has not moved since the fit.
 
     Returns:
         A ``ray.data.Dataset`` with all columns of the dataset, ``label`` and a probability for each class. If
         a worker dies, Ray starts another one and repeats its rows.
 
     Raises:
-        ValueError: the column of texts is not there or has no texts, or workers is less than 1.
+        ValueError: the column of texts is missing or has no texts, or workers is less than 1.
         ImportError: Ray is not installed.
     """
     ray = require("ray", "ray")

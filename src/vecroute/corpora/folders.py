@@ -28,7 +28,7 @@ class Report(NamedTuple):
     """What a run did, all processes together."""
 
     done: int  # shards written by this run
-    there: int  # shards that were there already
+    there: int  # shards that an earlier run has written
     rows: int  # written by this run
     failed: dict[str, str]  # the shards that could not be done, and why
 
@@ -98,8 +98,8 @@ def run_folder(
         answer: gives the new cells.
         about: what the run does.
         text: the column of texts.
-        raw: True to leave cells of CSV files that a spreadsheet takes for formulas.
-        delimiter: of CSV files, None to find it.
+        raw: True to leave CSV cells as they are, even if a spreadsheet would read them as formulas.
+        delimiter: delimiter of CSV files, None to detect it.
         step: called with the number of finished shards of this process, and of all its shards.
     """
     root, shards = find_shards(Path(data))
@@ -235,7 +235,7 @@ def check_record(out: Path, record: dict[str, Any]) -> None:
     if all(name == RECORD or TEMPORARY.fullmatch(name) for name in files):
         return
     if not path.is_file():
-        raise ValueError(f"{out} has files that are no results of vecroute: name another folder")
+        raise ValueError(f"{out} has files that are not results of vecroute: name another folder")
     try:
         found = json.loads(path.read_bytes())
         differs = [name for name in record if found.get(name) != record[name]]
@@ -264,7 +264,7 @@ def is_done(sources: Sequence[Path], target: Path) -> bool:
 
 
 def remove_left(out: Path, shards: Sequence[Path]) -> None:
-    """Remove what killed processes have left beside the shards, now that nobody writes there."""
+    """Remove temporary files that killed processes left beside the shards. No process writes there now."""
     for folder in {out, *((out / shard).parent for shard in shards)}:
         for left in folder.glob(".*") if folder.is_dir() else ():
             if TEMPORARY.fullmatch(left.name) and left.is_file():

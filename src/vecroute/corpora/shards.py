@@ -44,7 +44,7 @@ def find_shards(data: Path) -> tuple[Path, list[Path]]:
         ValueError: there are none.
     """
     if not data.exists():
-        raise ValueError(f"{data} is not there")
+        raise ValueError(f"{data} does not exist")
     kinds = ", ".join(SUFFIXES)
     if data.is_file():
         if not is_shard(data):
@@ -53,7 +53,7 @@ def find_shards(data: Path) -> tuple[Path, list[Path]]:
     inside = (path.relative_to(data) for path in files_in(data))
     shards = [path for path in inside if is_shard(path) and not any(p[0] in "._" for p in path.parts)]
     if not shards:
-        raise ValueError(f"{data} is no corpus: it has no file that ends with {kinds}")
+        raise ValueError(f"{data} is not a corpus: it has no file that ends with {kinds}")
     return data, shards
 
 
@@ -105,7 +105,7 @@ def columns_of(path: Path, kind: str, columns: Columns) -> dict[str, Any]:
             check_width(len(schema), "its schema")
             return {field.name: field.type for field in schema}
         piece = next(read_pieces(path, delimiter=delimiter_of(path, columns)))
-    except Exception as error:  # damage has no one type
+    except Exception as error:  # a damaged file can raise errors of any type
         raise Unreadable(str(error)) from error
     return {name: "text" for row in piece.rows for name in row}
 

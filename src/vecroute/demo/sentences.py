@@ -16,7 +16,7 @@ from vecroute.storage import write_file
 
 TEST_FRACTION = 0.2
 N_RIGHT, N_WRONG, LOOKED_AT = 2, 1, 64  # sentences to explain, and how many to choose them from
-WORDS = 5  # in the account of each
+WORDS = 5  # words listed for each explained sentence
 
 
 def sentence_polarity() -> pd.DataFrame:

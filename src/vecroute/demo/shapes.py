@@ -92,7 +92,7 @@ def run(out: Path) -> None:
 
     Args:
         out: folder for ``images/``, ``model/``, ``results.json``, ``report.html``, ``maps.png`` and a page
-            for each image in the latter. Files of an earlier run are used again.
+            for each image in ``maps.png``. Files of an earlier run are used again.
     """
     console = Console()
     write_images(out / "images")
@@ -139,7 +139,7 @@ def read(folder: Path) -> Samples:
 def pointing(classifier: RoutingClassifier, test: Samples) -> dict[str, Any]:
     """Measure the share of positive contributions that lies on the shape, and the share of patches it covers.
 
-    Takes the first test images, the same number of each shape.
+    It takes the first test images, the same number of each shape.
     """
     order = sorted(range(len(test.items)), key=lambda k: Path(test.items[k].name).name)[:N_POINTED]
     on_shape, covered = [], []

@@ -1,4 +1,4 @@
-"""A cache of hidden states on disk. Several processes may share it, and each of them may be killed."""
+"""A cache of hidden states on disk. Several processes may share it, and killing one does not damage it."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ from vecroute.encoders.text import TextEncoder
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-SEGMENT_BYTES = 64 * 1024**2  # size of a segment, the most that is lost if the process is killed
+SEGMENT_BYTES = 64 * 1024**2  # size of a segment; a killed process loses at most this much
 WINDOW_BYTES = 128 * 1024**2  # hidden states computed at a time, if there are several texts
 KEEP_FREE = GIB  # free space to leave on the disk
 ABANDONED_AFTER = 3600  # seconds after which a temporary file must belong to a dead process
@@ -82,7 +82,7 @@ class FeatureCache:
                 file = safe_open(path, "pt")
                 entries = read_entries(file.metadata() or {}, self.key)
                 if set(entries) != set(file.keys()):
-                    raise ValueError("its tensors are not those of its header")
+                    raise ValueError("its tensors do not match its header")
             except (OSError, SafetensorError, ValueError) as error:
                 self._drop(path, error)
                 continue
@@ -316,7 +316,7 @@ def same_shapes(lengths: Sequence[int], filled: int | None) -> Iterator[list[int
 
 
 def windows(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Group neighbours so that the sizes of a group sum to at most the limit. A larger item is alone."""
+    """Group neighbours so that the sizes in a group sum to at most the limit. A larger item is a group."""
     group: list[int] = []
     total = 0
     for k, size in enumerate(sizes):

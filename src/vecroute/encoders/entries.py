@@ -43,7 +43,7 @@ def read_entries(metadata: dict[str, str], key: str) -> dict[str, Entry]:
     """
     listed = metadata.get("entries", "")
     if metadata.get("encoder") != key:
-        raise ValueError("it is of another encoder")
+        raise ValueError("it belongs to another encoder")
     if metadata.get("sha256") != hashlib.sha256((key + listed).encode()).hexdigest():
         raise ValueError("its header is damaged")
     return {text: Entry(dtype, tuple(shape), crc) for text, (dtype, shape, crc) in json.loads(listed).items()}

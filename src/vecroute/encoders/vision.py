@@ -192,7 +192,7 @@ class VisionEncoder:
         if width * height > MAX_PIXELS:
             raise ValueError(
                 f"{name} has {size[0]} x {size[1]} pixels, which its encoder resizes to {width} x {height}: "
-                f"that is more than the {MAX_PIXELS:,} that are read"
+                f"the limit is {MAX_PIXELS:,} pixels"
             )
         return width, height
 
@@ -203,7 +203,7 @@ class VisionEncoder:
             ValueError: the size depends on the image, or the processor does more than resize and crop.
         """
         config = self.processor.to_dict()
-        expected = "must resize and cut out the middle, so that all images have one size"
+        expected = "must resize and crop the middle, so that all images have one size"
         mistake = f"the image processor of {self.name} {expected}; "
         wanted = {name for name, value in (config.get("size") or {}).items() if value}
         if config.get("do_resize") and wanted not in ({"shortest_edge"}, {"height", "width"}):
@@ -217,7 +217,7 @@ class VisionEncoder:
             raise ValueError(f"{mistake}images of different shapes become {first} and {second}")
         crop = (config.get("crop_size") if config.get("do_center_crop") else config.get("size")) or {}
         if [crop.get("height"), crop.get("width")] != first:
-            raise ValueError(f"{mistake}it makes images {first} in a way that is not known")
+            raise ValueError(f"{mistake}it makes images {first} in an unknown way")
         return first[0], first[1]
 
     def _check_patches(self) -> tuple[tuple[int, int], int, Sequence[Tensor]]:

@@ -33,14 +33,14 @@ MEASURES = {
     "completeness_error": False,
 }
 LEGEND = {
-    "comprehensiveness": "fall of the probability when the tokens named first are deleted",
-    "sufficiency": "fall of the probability when these alone are left",
-    "deletion": "mean probability while tokens are deleted, those named first before the others",
-    "insertion": "mean probability while tokens are put in, those named first before the others",
-    "leave_one_out": "rank correlation with the fall of the score when a token alone is deleted",
-    "completeness_error": "how far the numbers are from adding up to the score",
+    "comprehensiveness": "drop of the probability when the strongest tokens are deleted",
+    "sufficiency": "drop of the probability when only the strongest tokens are kept",
+    "deletion": "mean probability while tokens are deleted one share after another, strongest first",
+    "insertion": "mean probability while tokens are inserted one share after another, strongest first",
+    "leave_one_out": "rank correlation with the drop of the score when each token is deleted alone",
+    "completeness_error": "relative difference between the sum of the numbers and the score",
     "_masked": "the same, with tokens masked at the head instead of deleted from the text",
-    "seconds": "time of an explanation, the encoder included",
+    "seconds": "time of an explanation, including the encoder",
 }
 
 

@@ -129,7 +129,7 @@ def frame(
 
 
 def questions_about(explanation: "Explanation", outputs: Sequence[Any] | None) -> list[Question]:
-    """Return the questions to answer: the given classes, else what decided and the highest scores."""
+    """Return the questions to answer: the given classes, else the decision and the highest scores."""
     if outputs is not None:
         return [Question(str(name)) for name in outputs]
     if margin_of(explanation) is not None:
@@ -140,7 +140,7 @@ def questions_about(explanation: "Explanation", outputs: Sequence[Any] | None) -
 
 
 def listed(explanation: "Explanation", rows: "Explanation") -> "Explanation | None":
-    """Return the rows to list: the rows, or sentences or chunks if there are too many; None if all have."""
+    """Return the rows to list. Long texts list sentences or chunks instead, or nothing (None)."""
     units = ("sentence", "chunk") if explanation.unit == "token" else ()
     for parts in (rows, *(explanation.aggregate(unit) for unit in units if unit in explanation.units)):
         if len(parts) <= LONG:
@@ -174,7 +174,7 @@ def panel(
 
 
 def in_order(rows: "Explanation | None", decimals: int, coarser: bool) -> dict[str, Any]:
-    """List every row in the order of the text, with the whole text if these rows are coarser than above."""
+    """List every row in the order of the text. For rows coarser than asked, add the whole coloured text."""
     if rows is None:
         return {"unit": "", "rows": [], "whole": []}
     numbers = shown(rows, decimals=decimals)
@@ -210,7 +210,7 @@ def heat(rows: "Explanation", numbers: Shown) -> list[dict[str, Any]]:
 
 
 def excerpt(pieces: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Shorten a long text to the sentences that count most, with … for the parts left out.
+    """Shorten a long text to the sentences that count most, with … for each part that is left out.
 
     Args:
         pieces: the result of ``heat``.

@@ -64,7 +64,7 @@ class ImageExplanation(Explanation):
 
     @property
     def boxes(self) -> np.ndarray:
-        """The box [n, 4] around the patches of each row, in pixels of the image; zeros if it has none."""
+        """The box [n, 4] around the patches of each row, in pixels; zeros for a row without patches."""
         found = np.zeros((len(self), 4), np.float32)  # [n, 4]
         for row in np.unique(self.cells[self.cells >= 0]):
             own = self.tiles[self.cells == row]  # [n_patches, 4]

@@ -45,7 +45,7 @@ def explain_model(
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model must be a Hugging Face model, got {type(model).__name__}")
     if model.training:
-        raise ValueError("model must be in eval mode, got one in training: call model.eval()")
+        raise ValueError("model must be in eval mode, got training mode: call model.eval()")
     images = hasattr(processor, "image_processor_type") or hasattr(processor, "do_resize")
     check_samples(samples, images=images)
     config: Any = model.config

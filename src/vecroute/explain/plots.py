@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vecroute.explain.explanation import Explanation
 
 UP, DOWN, GROUND = "#2166ac", "#d97008", "#f3f4f6"
-MOST_LABELS = 80  # with more labels, none can be read
+MOST_LABELS = 80  # more labels would be too small to read
 
 
 def plot(
@@ -91,7 +91,7 @@ def chosen(explanation: "Explanation", of: str) -> np.ndarray:
         ValueError: the explanation has no credit.
     """
     if of not in explanation.by_row:
-        raise ValueError("of='phi' needs credit, which only of='states' of a head of routings has")
+        raise ValueError("of='phi' needs credit: explain a head of routings with of='states'")
     return explanation.by_row[of]
 
 

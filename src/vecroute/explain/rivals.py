@@ -1,4 +1,4 @@
-"""Attribution methods of others, for comparison, and all methods by name."""
+"""Attribution methods from the literature, for comparison, and all methods by name."""
 
 from collections.abc import Callable
 from typing import Any

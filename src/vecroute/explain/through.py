@@ -1,4 +1,4 @@
-"""From the gradients of hidden states through a frozen Transformer back to the words or patches it read.
+"""Follow the gradients of hidden states back through a frozen Transformer to the words or patches it read.
 
 With attention weights, scales and gates held fixed, every hidden state is affine in the embeddings of the
 words, or of the patches of an image. Let a score be affine in the hidden states. Then a word adds its
@@ -73,7 +73,7 @@ def patch_filter(model: nn.Module, name: str) -> Tensor:
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and tuple(module.kernel_size) == tuple(module.stride):
             return module.weight
-    raise ValueError(f"{name} must make its patches by a convolution, and has none")
+    raise ValueError(f"{name} must compute its patches by a convolution, got none")
 
 
 def positions_at_once(model: Any, device: torch.device) -> int:

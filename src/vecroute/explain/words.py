@@ -55,7 +55,7 @@ class HeldHead:
         hidden: the hidden states that the head received.
         all_scores: [b, n_cls].
         scores: [b, k].
-        gradients: [b, n_pos, depth, d_emb] of each of the k scores.
+        gradients: the gradient of each of the k scores, [b, n_pos, depth, d_emb].
     """
 
     def __init__(self, head: nn.Module, hidden: Tensor, mask: Tensor, outputs: Tensor, margin: bool = False):
@@ -137,7 +137,7 @@ def _kept(states: Sequence[Tensor], keep: Tensor) -> Tensor:
 
 
 def _padded(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Pad hidden states [m, depth, d], which follow sample after sample, to [b, n_pos, depth, d]."""
+    """Pad the hidden states [m, depth, d] of consecutive samples to [b, n_pos, depth, d]."""
     flat = torch.cat(list(parts))  # [all m, depth, d]
     hidden = flat.new_zeros(*mask.shape, *flat.shape[1:])  # [b, n_pos, depth, d]
     hidden[mask] = flat

@@ -165,7 +165,7 @@ def read_folder(folder: str | os.PathLike) -> Folder:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ValueError(f"{root} is no folder of images")
+        raise ValueError(f"{root} is not a folder of images")
     paths, labels, skipped, broken = [], [], [], []
     for path in files_in(root):
         inside = path.relative_to(root).parts
@@ -185,7 +185,7 @@ def read_folder(folder: str | os.PathLike) -> Folder:
         logger.warning("%d files of %s are left out: %s", len(skipped), root, listed(skipped))
     classes = sorted(set(labels))
     if len(classes) < 2:
-        found = f"images in {classes[0]} alone" if classes else "no images in them"
+        found = f"images only in {classes[0]}" if classes else "no images in them"
         raise ValueError(f"{root} must have a folder of images for each of two classes or more, got {found}")
     return Folder(paths, labels, skipped)
 
@@ -252,14 +252,14 @@ def opened(file: Path | bytes, name: str) -> Iterator[Any]:
                 warnings.simplefilter("ignore")  # one warning per damaged part; check_size checks the size
                 image = pil.open(data, formats=known)
         except pil.DecompressionBombError as error:
-            raise ValueError(f"{name} has more than the {MAX_PIXELS:,} pixels that are read") from error
+            raise ValueError(f"{name} has too many pixels, the limit is {MAX_PIXELS:,}") from error
         except Exception as error:  # a damaged file can make a decoder raise any error
             if data.too_many:
                 raise ValueError(f"{name} has a header of too many parts") from error
-            raise ValueError(f"{name} is no image that can be read, or it is damaged") from error
+            raise ValueError(f"{name} is not an image that can be read, or it is damaged") from error
         check_size(image.size, name)
         if any(tile[0] == "ppm_plain" for tile in image.tile):  # Pillow decodes these in Python, slowly
-            raise ValueError(f"{name} has its pixels as decimal numbers, which are not read")
+            raise ValueError(f"{name} stores its pixels as decimal numbers, which is not supported")
         yield image
 
 
@@ -283,13 +283,13 @@ def check_size(size: tuple[int, int], name: str) -> None:
     if width < 1 or height < 1:
         raise ValueError(f"{name} must have pixels, got {width} x {height}")
     if width * height > MAX_PIXELS:
-        raise ValueError(f"{name} has {width} x {height} pixels, more than the {MAX_PIXELS:,} that are read")
+        raise ValueError(f"{name} has {width} x {height} pixels, the limit is {MAX_PIXELS:,}")
     if max(size) > MAX_SIDE:
         raise ValueError(f"{name} has {width} x {height} pixels, a side longer than {MAX_SIDE:,}")
 
 
 def decoded(image: Any, name: str) -> Any:
-    """Decode the first frame to RGB, turn it as its EXIF data say, and put transparent pixels on white.
+    """Decode the first frame to RGB, rotate it as its EXIF data say, and put transparent pixels on white.
 
     Raises:
         ValueError: the pixels are damaged, or the range of their values is unknown.

@@ -1,7 +1,7 @@
 """Read Parquet files in batches of bounded memory.
 
-A file of a few kilobytes can name one long text in every row. So columns of texts stay dictionaries, in which
-such a text is in memory once, and a batch is cut before its texts are unpacked.
+A file of a few kilobytes can repeat one long text in every row. So columns of texts stay dictionaries, which
+hold such a text once. If the texts of a batch are too long, its rows are unpacked one by one.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class TooLong(ValueError):
 
 
 def open_parquet(file: Any) -> parquet.ParquetFile:
-    """Open a path or a file that can be wound back. Its columns of texts are read as dictionaries."""
+    """Open a path or a seekable file. Its columns of texts are read as dictionaries."""
     found = parquet.ParquetFile(file)
     texts = [field.name for field in found.schema_arrow if is_text(field.type)]
     return parquet.ParquetFile(file, metadata=found.metadata, read_dictionary=texts)

@@ -69,7 +69,7 @@ class CsvWriter:
         self.put([*self.columns, *fresh(["label", *classes, *more], self.columns)])
 
     def write(self, row: dict[str, Any], answer: Answer, where: str) -> None:
-        """Write a row and its new cells. Errors say where the row stands."""
+        """Write a row and its new cells. An error begins with ``where``, the place of the row."""
         if new := [name for name in row if name not in self.columns]:
             raise ValueError(
                 f"{where} has the column {new[0]!r}, which the header above lacks: use --to jsonl"
@@ -102,7 +102,7 @@ def new_writer(
     raw: bool = False,
     explained: bool = False,
 ) -> CsvWriter | JsonWriter:
-    """Return a writer of CSV if the kind is "csv", else of JSON lines. The first rows tell the columns."""
+    """Return a writer of CSV if the kind is "csv", else of JSON lines. The first rows define the columns."""
     columns = dict.fromkeys(name for row in rows for name in row)
     if kind == "csv":
         return CsvWriter(file, classes, columns, raw, explained)

@@ -22,7 +22,7 @@ MAX_COLUMNS = 10_000
 MAX_KEYS = 100_000  # in a JSON line, nested keys included
 MAX_ROW = 100_000_000  # characters of a row; a small .gz file can hold a line of any length
 MAX_RATIO = 50  # characters for each byte of a packed file; texts have about 5, one row repeated about 1,000
-MAX_UNPACKED = 1_000_000_000  # characters that any packed file may have
+MAX_UNPACKED = 1_000_000_000  # a packed file may have this many characters in any case
 ROW_COST = 100  # characters added to the count of a row, since each row of a list takes memory
 LINE = "text"  # name of the only column of a .txt file
 MARKS_OF_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # first bytes of what Excel calls Unicode text
@@ -51,7 +51,7 @@ def read_pieces(
 
     Raises:
         ValueError: the file is missing, empty, damaged, not UTF-8, lacks a column, has more than 10,000
-            columns, or is packed and has more than a billion characters, and 50 for each byte of the file.
+            columns, or unpacks to more than a billion characters and more than 50 for each of its bytes.
     """
     path = Path(path)
     kind = file_format(path)
@@ -77,7 +77,7 @@ def limit_of(path: Path, kind: str) -> float:
 
 def check_file(path: Path) -> None:
     if not path.is_file():
-        raise ValueError(f"{path} is not there" if not path.exists() else f"{path} is no file")
+        raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
 
 
 def pieces_of(
@@ -185,7 +185,7 @@ class Lines:
 
 
 def is_utf_16(file: Any) -> bool:
-    """Return whether a file begins with the mark of UTF-16. The position in the file stays."""
+    """Return whether a file begins with the mark of UTF-16. The position in the file does not change."""
     if hasattr(file, "peek"):
         return file.peek(2)[:2] in MARKS_OF_UTF_16
     first = file.read(2)
@@ -209,7 +209,7 @@ def named(columns: Iterable[str]) -> str:
 
 
 def parquet_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    # Parquet is read from its end, so a stream that cannot be wound back is read as a whole.
+    # Parquet is read from its end, so a stream that cannot seek is read as a whole.
     with open_parquet(file if file.seekable() else io.BytesIO(file.read())) as table:
         check_width(table.metadata.num_columns, "its schema")
         number = itertools.count(1)
@@ -223,15 +223,15 @@ def json_rows(text: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
             continue  # files often end with an empty line; an empty row would be {}
         n_keys = line.count('":') - line.count('\\":')  # count before parsing, which is slow
         if n_keys > MAX_KEYS:
-            raise Refused(f"has too many columns: line {number} has {n_keys:,} keys, nested ones too")
+            raise Refused(f"has too many columns: line {number} has {n_keys:,} keys, including nested ones")
         try:
             row = json.loads(line)
         except RecursionError as error:
             raise Refused(f"could not be read: line {number} is nested too deep") from error
         except json.JSONDecodeError as error:
-            raise Refused(f"could not be read: line {number} is no JSON ({error.msg})") from error
+            raise Refused(f"could not be read: line {number} is not JSON ({error.msg})") from error
         if not isinstance(row, dict):
-            raise Refused(f"could not be read: line {number} is no JSON object, but {type(row).__name__}")
+            raise Refused(f"could not be read: line {number} is not a JSON object, but {type(row).__name__}")
         check_width(len(row), f"line {number}")
         yield number, row
 
@@ -245,14 +245,14 @@ def csv_rows(
     if told := SEPARATOR.fullmatch(first):
         first, begin, delimiter = next(lines, ""), 2, delimiter or told[1]
     if not first.strip():
-        raise Refused("is empty" if not first else "has no names of columns: its first line is empty")
+        raise Refused("is empty" if not first else "has no column names: its first line is empty")
     n_delimiters = max(first.count(one) for one in (delimiter or DELIMITERS))
     check_width(n_delimiters + 1, f"line {begin}")  # count before parsing, which is slow
     if delimiter is None:
         delimiter = "\t" if kind == "tsv" else find_delimiter(first, columns)
     reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     names: list[str] | None = None
-    n_before = begin - 1  # lines above those that the reader counts
+    n_before = begin - 1  # lines before the first line that the reader counts
     while True:
         try:
             cells = next(reader, None)
@@ -267,7 +267,7 @@ def csv_rows(
         elif len(cells) > len(names):
             raise Refused(
                 f"could not be read: line {begin} has {len(cells)} cells, the header has {len(names)}; "
-                "a cell with a delimiter in it must stand in quotes"
+                "a cell that contains the delimiter must be in quotes"
             )
         else:
             cells += [""] * (len(names) - len(cells))
@@ -312,5 +312,5 @@ def file_format(path: Path) -> str:
     suffixes = [suffix.lstrip(".").lower() for suffix in path.suffixes]
     suffixes = suffixes[:-1] if suffixes[-1:] == ["gz"] else suffixes
     if not suffixes or suffixes[-1] not in FORMATS:
-        raise ValueError(f"{path} must end with .csv, .tsv, .jsonl, .parquet or .txt, and maybe .gz")
+        raise ValueError(f"{path} must end with .csv, .tsv, .jsonl, .parquet or .txt, maybe with .gz")
     return suffixes[-1]

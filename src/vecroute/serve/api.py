@@ -12,13 +12,13 @@ from vecroute.serve import schemas
 from vecroute.serve.answers import Answers, Explain, Predict, Save
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    400: {"model": schemas.Problem, "description": "Not JSON that can be read"},
-    408: {"model": schemas.Problem, "description": "The request came too slowly"},
+    400: {"model": schemas.Problem, "description": "Invalid JSON"},
+    408: {"model": schemas.Problem, "description": "The request arrived too slowly"},
     413: {"model": schemas.Problem, "description": "Text or request too long"},
-    422: {"model": schemas.Problem, "description": "Something that cannot be answered, and why"},
+    422: {"model": schemas.Problem, "description": "The request cannot be answered; the detail says why"},
     503: {
         "model": schemas.Problem,
-        "description": "Too many requests wait already",
+        "description": "Too many requests are waiting",
         "headers": {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}},
     },
     504: {"model": schemas.Problem, "description": "No answer within the time limit"},

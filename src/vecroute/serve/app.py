@@ -104,8 +104,9 @@ def create_app(
         classifier: a fitted classifier. This function loads its encoder.
         name: name of the model, shown on the page.
         limits: the limits of the server, None for the defaults.
-        hosts: host names that requests may use, None for any. A list of names protects against DNS rebinding:
-            a page of another site cannot reach the server by a name that its owner points at this machine.
+        hosts: host names that requests may use, None for any. A list of names protects against DNS rebinding.
+            In this attack, another site lets its own host name point at this machine, so that its pages can
+            reach the server.
     """
     limits, images = limits or Limits(), hasattr(classifier.encoder_, "grid")
     classifier.predict_proba([np.zeros((8, 8, 3), np.uint8)] if images else ["warm up"])

@@ -21,7 +21,7 @@ class Guard:
         app: the application behind it.
         headers: added to every response that does not have them already.
         max_bytes: largest body of a request; a larger one gets 413.
-        seconds: time for the body to arrive; a later one gets 408.
+        seconds: time for the body to arrive; a slower one gets 408.
     """
 
     def __init__(self, app: ASGIApp, headers: Mapping[str, str], max_bytes: int, seconds: float):
@@ -42,7 +42,7 @@ class Guard:
 
         headers = Headers(scope=scope)
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy may use the other one and take the rest of the body for the next request.
+            # A proxy may use the header that we ignore, and read the rest of the body as the next request.
             told = "the request must have Content-Length or Transfer-Encoding, not both"
             response = JSONResponse({"detail": told}, 400, {"Connection": "close"})
             await response(scope, receive, send_with_headers)
@@ -90,7 +90,7 @@ class Body:
         self.deadline = asyncio.get_running_loop().time() + guard.seconds
 
     async def receive(self) -> Message:
-        """Return the next part of the body. Nothing follows the last part, or the client's leaving.
+        """Return the next part of the body. After the last part, or if the client leaves, wait forever.
 
         Raises:
             HTTPException: the body is late or too large, or all bodies together take too much memory.
@@ -101,7 +101,7 @@ class Body:
         try:
             message = await asyncio.wait_for(self._receive(), max(left, 0))
         except TimeoutError:
-            raise HTTPException(408, f"the request must come within {self.guard.seconds:g} seconds") from None
+            raise HTTPException(408, f"the request must arrive in {self.guard.seconds:g} seconds") from None
         if message["type"] == "http.disconnect":
             self.left = True
             self.ended.set()

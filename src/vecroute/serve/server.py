@@ -66,7 +66,7 @@ class Connection(H11Protocol):
     """A connection with time limits: for a request with its headers to arrive, and for reading the answer.
 
     Args:
-        seconds: each of these limits.
+        seconds: the limit for each of the two.
         most: open connections; one more gets an error and is closed.
     """
 
@@ -118,7 +118,7 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._within("request", 1.0, self._too_late)  # ``Guard`` answers first, then this closes
         elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._refuse(408, f"the request must come within {self.seconds:g} seconds")
+            self._refuse(408, f"the request must arrive in {self.seconds:g} seconds")
         else:
             self.transport.close()
 

@@ -1,10 +1,10 @@
-// What the pages of texts and of images share: how they ask, what there is to choose, and how they save.
+// Shared by the pages for texts and for images: requests, choices and downloads.
 
 import { element } from "/view.js";
 
 export const NEXT = "\u0000next"; // no class has such a name
 
-/** The answer to a request; where many wait it asks again, and calls wait each time. */
+/** Return the answer to a request. If too many requests wait, ask again, and call wait each time. */
 export async function send(path, type, body, { signal, wait }) {
   for (;;) {
     const response = await fetch(path, { method: "POST", headers: { "Content-Type": type }, body, signal });
@@ -44,7 +44,7 @@ export function chosenOf() {
   return of;
 }
 
-/** Keep a page as a file. */
+/** Download a page as a file. */
 export function download(file) {
   const link = element("a", { href: URL.createObjectURL(file), download: "explanation.html" });
   link.click();

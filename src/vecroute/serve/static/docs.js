@@ -1,4 +1,4 @@
-// The description of the API, written out from /openapi.json.
+// Shows the description of the API from /openapi.json as a page.
 
 import { element } from "/view.js";
 

@@ -4,9 +4,9 @@ import { NEXT, chosenOf, download, fill, send } from "/ask.js";
 import { colour, element, number, show } from "/view.js";
 
 const UNITS = ["patch", "region"];
-const LONGEST = 18; // of a picture on the page, in rem: two stand side by side at 1100 px
-const SMALL = 200; // pixels of an image that is shown as squares
-const CELL = 8; // of a patch in the map of a depth
+const LONGEST = 18; // longest side of a picture, in rem: two fit side by side on a page of 1100 px
+const SMALL = 200; // narrower images, in pixels, are enlarged without smoothing
+const CELL = 8; // side of a patch in the map of a depth, in pixels
 
 const at = (id) => document.getElementById(id);
 const sections = { a: at("result-a"), b: at("result-b") };
@@ -44,14 +44,14 @@ async function explain(classes, signal) {
   return answer;
 }
 
-/** The pixels of a data: address, without asking for it: the policy of the page allows no such request. */
+/** Decode a data: address without fetch, because the content security policy of the page forbids it. */
 async function decoded(address) {
   const [head, data] = address.split(",");
   const bytes = Uint8Array.from(atob(data), (char) => char.charCodeAt(0));
   return createImageBitmap(new Blob([bytes], { type: head.slice(5).split(";")[0] }));
 }
 
-/** The score of a class, or of two side by side, each by itself. */
+/** Return the explanation of one score or margin, or of the scores of two classes to show side by side. */
 async function answersNow(signal) {
   const against = chosen("against");
   const named = about.classes.includes(against) ? against : null;
@@ -145,7 +145,7 @@ function overlay(answer, scale) {
   return made;
 }
 
-/** A small map of the patches for every depth, on one scale, that chooses the depth. */
+/** Small maps of the patches, one for each depth, on one scale. A click on a map chooses its depth. */
 function depthMaps({ maps, grid, depth }) {
   if (maps.length < 2) return "";
   const largest = Math.max(...maps.flat(2).map(Math.abs));
@@ -157,7 +157,7 @@ function depthMaps({ maps, grid, depth }) {
       row.forEach((value, x) => {
         const kind = colour(value, largest);
         if (kind) drawing.append(element("path", { class: kind, d: `M${CELL * x} ${CELL * y}h${CELL - 1}v${CELL - 1}h-${CELL - 1}z` }));
-        // Not by colour alone: what lowers the score has a dash.
+        // A dash marks patches that lower the score, so that the map can be read without colours.
         if (value < -largest / 4) drawing.append(element("path", { class: "dash", d: `M${CELL * x + 2} ${CELL * (y + 0.5) - 0.5}h3` }));
       }),
     );

@@ -3,7 +3,7 @@
 import { NEXT, chosenOf, download, fill, send } from "/ask.js";
 import { details, element, largest, show } from "/view.js";
 
-const PAUSE = 250; // milliseconds without a key before it asks
+const PAUSE = 250; // milliseconds from the last key to the request
 const UNITS = ["token", "word", "sentence"];
 
 const at = (id) => document.getElementById(id);
@@ -16,7 +16,7 @@ let timer = 0;
 
 const comparing = () => at("compare").getAttribute("aria-pressed") === "true";
 const chosen = (id) => at(id).value || null;
-// Half of a surrogate pair, which a field may hold, is no character.
+// A field may hold half of a surrogate pair, which is not a character.
 const textOf = (key) => texts[key].value.toWellFormed?.() ?? texts[key].value;
 
 const post = (path, body, signal) =>
@@ -27,7 +27,7 @@ function say(message, wrong = false) {
   at("status").classList.toggle("wrong", wrong);
 }
 
-/** Explain one text by what is chosen; classes as in the answer for another text, if there is one. */
+/** Explain one text with the chosen options, and with the classes of another answer if one is given. */
 async function explain(text, like, signal) {
   const of = chosenOf();
   const depth = chosen("depth");
@@ -75,7 +75,7 @@ async function update() {
   document.body.classList.remove("busy");
 }
 
-/** The address carries the texts behind #, so that a link to it shows the same; servers never see that part. */
+/** Store the texts in the address after #, so that a link shows the same. Browsers do not send that part. */
 function keepInAddress() {
   const kept = new URLSearchParams();
   if (textOf("a").trim()) kept.set("text", textOf("a"));

@@ -1,4 +1,4 @@
-// How an answer of /explain is shown. Text goes into the page as text nodes alone, never as HTML.
+// Shows an answer of /explain. Text enters the page only as text nodes, never as HTML.
 
 const LEVELS = 9; // strengths of a colour
 const MARKED = 8; // words with their number in the text
@@ -21,7 +21,7 @@ const TERMS = { base: "base", "special tokens": "special", "not explained": "res
 /** A word that is explained when it is pointed at or has the focus. */
 const term = (name, text) => element("span", { class: `term ${name}`, tabindex: 0 }, text);
 
-/** A whole number of the last decimal as a decimal number. */
+/** Write an integer, in units of the last decimal, as a decimal number. */
 export function number(value, decimals, plus = true) {
   const digits = String(Math.abs(value)).padStart(decimals + 1, "0");
   const cut = digits.length - decimals;
@@ -32,7 +32,7 @@ export function number(value, decimals, plus = true) {
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 
-/** The numbers of the segments of a text, null where none of it is a part. */
+/** The number of each segment of a text, null for a segment that belongs to no part. */
 const segmentValues = ({ segments, values }) =>
   segments.map(({ parts }) => (parts.length ? sum(parts.map((i) => values[i])) : null));
 
@@ -120,7 +120,7 @@ function depthLines({ names, values, base, rest }) {
   return lines;
 }
 
-/** Fill a section with an answer, its colours on a scale that may be shared: of a text, unless drawn otherwise. */
+/** Fill a section with an answer. Sections may share the scale of colours. By default, draw a text. */
 export function show(section, answer, scale, drawn = heat(answer, scale)) {
   const { shown, unit, depth, label } = answer;
   const predicted = Array.isArray(label) ? label.join(", ") || "none" : label;
@@ -147,7 +147,7 @@ export function show(section, answer, scale, drawn = heat(answer, scale)) {
   section.hidden = false;
 }
 
-/** What stands beside a word that is pointed at: its number, and how much of it comes from each depth. */
+/** The content of the tooltip of a word: its number, and how much of it comes from each depth. */
 export function details(answer, k) {
   const { shown } = answer;
   const { parts } = shown.segments[k];
