@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.batch_kernels import CALLS, launches
 from tests.helpers.paths import ROOT
-from vecroute.ops.paths.batch import kernels, products
+from vecroute.ops.paths.batch import backward_kernels, forward_kernels, products, segments, sum_kernels
 from vecroute.ops.paths.long import by_rows, clusters, rounded
 
 SCRIPT = """
@@ -133,7 +133,12 @@ def test_kernels_of_the_batch_path_compile(name):
 
 
 def test_every_kernel_of_the_batch_path_is_in_one_of_these_calls():
-    names = {name for module in (kernels, products) for name in vars(module) if name.endswith("_kernel")}
+    names = {
+        name
+        for module in (backward_kernels, forward_kernels, products, segments, sum_kernels)
+        for name in vars(module)
+        if name.endswith("_kernel")
+    }
     assert names
     assert names <= {launch.kernel.__name__ for case in CALLS.values() for launch in launches(case)}
 

@@ -1,7 +1,8 @@
 """The batch path: many samples of a moderate size, padded, masked or packed, in few launches.
 
-``sizes`` computes the sizes, ``steps`` prepares the launches, ``run`` runs them, ``kernels`` and ``products``
-hold the Triton kernels.
+``sizes`` computes the sizes, ``steps`` prepares the launches, and ``run`` runs them. The Triton kernels stand
+in ``forward_kernels``, ``backward_kernels``, ``sum_kernels``, ``products`` and ``segments``, and their common
+parts in ``tiles``.
 """
 
 from vecroute.ops.launch import Memory

@@ -7,7 +7,7 @@ one output j of one sample b.
 import triton
 import triton.language as tl
 
-from vecroute.ops.paths.batch.kernels import multiply, top_below
+from vecroute.ops.paths.batch.tiles import multiply, top_below
 
 
 @triton.jit

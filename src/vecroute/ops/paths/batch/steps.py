@@ -16,7 +16,7 @@ from vecroute.ops.backends.fused.steps import (
 )
 from vecroute.ops.common import cdiv, next_power_of_2
 from vecroute.ops.launch import Launch, Memory, Product
-from vecroute.ops.paths.batch import kernels, products
+from vecroute.ops.paths.batch import backward_kernels, forward_kernels, products, segments, sum_kernels
 from vecroute.ops.paths.batch.sizes import Sizes
 from vecroute.ops.plan import Plan, blocks
 from vecroute.ops.plan.limits import LEAST_PROGRAMS, PACKED_TILES, TILE, WORKSPACE
@@ -132,7 +132,7 @@ class Steps(Sizes):
         block_d = next_power_of_2(self.x_i) if self.half else min(1024, next_power_of_2(d))
         rows = max(1, min(TILE, 4096 // block_d))
         self.inputs = Launch(
-            kernels.inputs_kernel, (TILE // rows, self.n_tiles, 1), self.dtypes("Xwwfmmifxf"),
+            forward_kernels.inputs_kernel, (TILE // rows, self.n_tiles, 1), self.dtypes("Xwwfmmifxf"),
             (self.n_inp, self.per_sample, j, d, *self.use, self.x_i), INPUTS=case.input_mask,
             PACKED=self.packed,
             HALF=self.half, TILE=TILE, BLOCK_I=rows, BLOCK_J=next_power_of_2(j), BLOCK_D=block_d, T=self.T,
@@ -142,14 +142,14 @@ class Steps(Sizes):
         block = blocks.of_tiles(j, half=self.half, forward=True)
         shown = [case.need_phi and k == self.last for k in range(case.n_iters)]
         self.first = self.tiles(
-            kernels.first_kernel, "xMfffwwfmifpfff", (j, self.x_i, self.x_i, self.x_i, *self.use), block,
-            PRIOR=case.prior,
-            SHOWN=shown[0], **kinds,
+            forward_kernels.first_kernel, "xMfffwwfmifpfff",
+            (j, self.x_i, self.x_i, self.x_i, *self.use), block,
+            PRIOR=case.prior, SHOWN=shown[0], **kinds,
         )  # fmt: skip
         c_i, c_0, c = (2 * j, j, "ff") if case.variable else (j, 0, "ww")
         self.next = [
             self.tiles(
-                kernels.next_kernel, f"xMff{c}wwfmipfff",
+                forward_kernels.next_kernel, f"xMff{c}wwfmipfff",
                 (j, self.x_i, self.x_i, self.x_i, self.n_M, (2 * k - 1) * j, c_i, c_0, *self.use), block,
                 SHOWN=shown[k],
                 **kinds,
@@ -259,7 +259,7 @@ class Steps(Sizes):
         tiles, _, n_parts = self.parts(self.n_out)
         steps = (b - 1).bit_length()
         self.segments = Launch(
-            kernels.segments_kernel, (cdiv(max(b, self.n_tiles, n_parts), 256), 1, 1), self.dtypes("ofii"),
+            segments.segments_kernel, (cdiv(max(b, self.n_tiles, n_parts), 256), 1, 1), self.dtypes("ofii"),
             (self.n_rows, b, self.n_tiles, n_parts, steps, 2**steps // 2), TILE=TILE, PART=tiles * TILE,
             BLOCK=256,
             T=self.T,
@@ -269,7 +269,7 @@ class Steps(Sizes):
         """Prepare the conversion of rows [batch, n, d] to halves in M [batch, of, x_i], from ``first`` on."""
         sizes = first, self.d, n * self.d, of * self.x_i, of, self.x_i
         block = {"BLOCK_D": next_power_of_2(self.x_i)}
-        return Launch(kernels.halves_kernel, (n, batch, 1), self.dtypes("fMf"), sizes, **block)
+        return Launch(forward_kernels.halves_kernel, (n, batch, 1), self.dtypes("fMf"), sizes, **block)
 
     def sum(self, columns: int, whole: bool = False) -> Sum:
         """Prepare sums of pairs [.., columns] over the inputs of each sample, or of all samples if whole."""
@@ -281,7 +281,7 @@ class Steps(Sizes):
         stages = blocks.sum_stages(columns, sizes, self.case.device.shared_bytes)
         n_tiles, batch = (self.n_tiles, 1) if whole else (self.per_sample, self.batch)
         parts = Launch(
-            kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q) + extra),
+            sum_kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q) + extra),
             self.dtypes("pxfffiiffff"),
             (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, EXTRA=extra,
             PACKED=self.packed, UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q,
@@ -292,7 +292,7 @@ class Steps(Sizes):
         at_once = 4 if packed else min(8, next_power_of_2(n))
         block = 1024 // at_once
         add = Launch(
-            kernels.reduce_kernel, (cdiv(n_sums * self.d, block), batch, 1), self.dtypes("ffoff"),
+            sum_kernels.reduce_kernel, (cdiv(n_sums * self.d, block), batch, 1), self.dtypes("ffoff"),
             (n, n_sums * self.d, n_sums, self.n_rows), PACKED=packed, PART=tiles * TILE, PARTS=at_once,
             BLOCK_N=block, T=self.T,
         )  # fmt: skip
@@ -356,7 +356,7 @@ class Steps(Sizes):
 
         self.next_backward = [
             self.tiles(
-                kernels.next_backward_kernel,
+                backward_kernels.next_backward_kernel,
                 f"xMff{c}wwffmipfffffpff",
                 sizes(k),
                 block,
@@ -366,21 +366,21 @@ class Steps(Sizes):
             for k in range(case.n_iters)
         ]
         self.first_backward = self.tiles(
-            kernels.first_backward_kernel, f"xMfff{c}fffmipfffffpff", (*sizes(0), self.n_rows), block,
-            PRIOR=case.prior,
-            N_ITERS=case.n_iters, FRESH=bool(fresh[0]), **kinds,
+            backward_kernels.first_backward_kernel, f"xMfff{c}fffmipfffffpff",
+            (*sizes(0), self.n_rows), block,
+            PRIOR=case.prior, N_ITERS=case.n_iters, FRESH=bool(fresh[0]), **kinds,
         )  # fmt: skip
         if case.variable:
             self.sum_shared = self.sum(self.n_shared, whole=True)
             self.shared_backward = Launch(
-                kernels.shared_backward_kernel, (cdiv(j, 32), cdiv(d, 32), 1), self.dtypes("ffffffff"),
+                sum_kernels.shared_backward_kernel, (cdiv(j, 32), cdiv(d, 32), 1), self.dtypes("ffffffff"),
                 (j, d), EXTRA=EXTRA, T=self.T, **blocks.MATRIX,
             )  # fmt: skip
         else:
             self.sum_pairs = self.sum_samples(4 if case.n_iters > 1 else 2, self.n_inp * j, 1)
             rows, block_d = blocks.of_inputs(self.n_inp, d).values()
             self.activations_backward = Launch(
-                kernels.activations_backward_kernel, (cdiv(self.n_inp, rows), cdiv(d, block_d), 1),
+                sum_kernels.activations_backward_kernel, (cdiv(self.n_inp, rows), cdiv(d, block_d), 1),
                 self.dtypes("Xfffff"),
                 (b, self.n_inp, d, d), UNUSED=self.unused, BLOCK_I=rows, BLOCK_D=block_d, T=self.T,
             )  # fmt: skip
@@ -390,7 +390,7 @@ class Steps(Sizes):
         shared = self.saved.distance("M", "shared") if case.variable else 0
         n_tiles = self.n_tiles if self.packed else b * per_sample
         self.input_gradient = Launch(
-            kernels.input_gradient_kernel, (n_tiles * n_blocks, 1, 1), self.dtypes("pfMffwiX"),
+            sum_kernels.input_gradient_kernel, (n_tiles * n_blocks, 1, 1), self.dtypes("pfMffwiX"),
             (self.n_inp, per_sample, self.n_M + self.n_shared, self.n_M, d, self.results_i, self.x_i,
              shared, n_blocks),
             FIXED=not case.variable, PACKED=self.packed, UNUSED=self.unused, BLOCK_I=rows,
