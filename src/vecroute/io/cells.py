@@ -6,7 +6,7 @@ from typing import Any
 
 # A spreadsheet reads a cell that begins with one of these as a formula, unless the cell is a number.
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 # Unicode categories: control (Cc), format such as text direction (Cf), surrogate (Cs), line and paragraph
 # separators (Zl, Zp).
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
