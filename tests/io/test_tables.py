@@ -277,6 +277,13 @@ def test_pieces_of_long_rows_have_fewer_of_them(tmp_path, monkeypatch):
     assert [line for piece in pieces for line in piece.lines] == list(range(1, 11))
 
 
+def test_pieces_of_long_nested_cells_have_fewer_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_ROW", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"text": "b", "more": [{"c": ["a" * 400]}]}) + "\n") * 10)
+    assert [len(piece.rows) for piece in read_pieces(path, "text")] == [3, 3, 3, 1]
+
+
 def test_many_rows_are_together_longer_than_the_limit_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "MAX_ROW", 1000)
     path = write(tmp_path / "a.csv", "text,label\n" + '"one\ntwo",x\n' * 500)
