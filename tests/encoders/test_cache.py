@@ -181,6 +181,17 @@ def test_segments_not_used_for_longest_make_room(encoder, tmp_path):
     assert_right(features)
 
 
+def test_files_of_others_are_never_deleted(encoder, tmp_path):
+    """A user may give the folder of all models as the folder of the cache."""
+    others = [tmp_path / "bert" / name for name in ("model.safetensors", "notes.tmp")]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.write_bytes(b"precious")
+        os.utime(other, (0, 0))
+    filled(encoder, tmp_path, max_bytes=1)
+    assert [other.read_bytes() for other in others] == [b"precious"] * 2
+
+
 def test_segments_in_use_never_make_room(encoder, tmp_path):
     filled(encoder, tmp_path, TEXTS[:2])
     features = Features(encoder, [TEXTS[0], "one more film"], opened(encoder, tmp_path, max_bytes=10))
