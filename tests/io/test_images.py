@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import shutil
 import struct
 import time
@@ -190,6 +191,18 @@ def test_files_that_are_no_images(tmp_path, data, message):
         check_images([tmp_path])  # a folder
 
 
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_pipes_and_devices_are_not_read(tmp_path, kind):
+    """A pipe may never have a writer, and a device may have no end."""
+    path = tmp_path / "a" / "x.png"
+    path.parent.mkdir()
+    path.symlink_to("/dev/null") if kind == "device" else os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"x\.png cannot be read: it is no file"):
+        Picture.of(path)
+    with pytest.raises(ValueError, match=r"x\.png cannot be read: it is no file"):
+        read_folder(tmp_path)
+
+
 def png_of_size(width: int, height: int) -> bytes:
     """Return a small PNG file that says it is large."""
 
@@ -374,7 +387,9 @@ def test_files_of_many_parts_are_refused(case):
 
 
 @pytest.mark.parametrize("big", [False, True])
-@pytest.mark.parametrize(("tag", "kind"), [(273, 4), (324, 4), (282, 5)], ids=["strips", "tiles", "rationals"])
+@pytest.mark.parametrize(
+    ("tag", "kind"), [(273, 4), (324, 4), (282, 5)], ids=["strips", "tiles", "rationals"]
+)
 def test_tags_of_very_many_numbers_are_refused_before_they_are_read(tag, kind, big):
     """Pillow reads each number in Python: 10 MB of places of tiles took half a minute and a gigabyte."""
     data = tiff_of(0, (tag, kind, 100_000, 8)) if big else small_tiff((tag, kind, 100_000, 8))

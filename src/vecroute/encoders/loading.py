@@ -22,8 +22,8 @@ LOADING = threading.RLock()
 def unasked() -> Iterator[None]:
     """Load quietly, and raise an error where transformers would ask whether to run code.
 
-    Some models build parts of themselves from nested configurations, and do not pass trust_remote_code on. The
-    setting belongs to the process, so one thread loads at a time.
+    Some models build parts of themselves from nested configurations, and do not pass trust_remote_code on.
+    The setting belongs to the process, so one thread loads at a time.
     """
     with LOADING, quiet():
         seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE

@@ -222,10 +222,17 @@ def listed(paths: Sequence[Path]) -> str:
 
 
 def file_bytes(path: Path) -> bytes:
+    check_file(path)
     try:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def check_file(path: Path) -> None:
+    """Raise an error for a pipe or a device, which may have no end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} cannot be read: it is no file")
 
 
 class Parts(io.BufferedReader):
@@ -254,6 +261,8 @@ def opened(file: Path | bytes, name: str) -> Iterator[Any]:
         ValueError: the file is not an image, or has no pixels or too many.
     """
     pil = require("PIL.Image", "images")
+    if isinstance(file, Path):
+        check_file(file)
     try:
         data = Parts(file)
     except OSError as error:

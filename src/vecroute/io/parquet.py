@@ -1,7 +1,7 @@
 """Read Parquet files in batches of bounded memory.
 
-A file of a few kilobytes can name one long text in every row, or many times in a list of one row. So texts and
-bytes stay dictionaries, in which such a text is in memory once, and a batch is cut before they are unpacked.
+A file of a few kilobytes can name one long text in every row, or many times in a list of one row. So texts
+and bytes stay dictionaries, in which such a text is in memory once. A batch is cut before they are unpacked.
 """
 
 from collections.abc import Iterator
