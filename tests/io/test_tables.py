@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from vecroute.classifier.labels import check_texts
 from vecroute.io import tables
 from vecroute.io.cells import inert, visible
 from vecroute.io.predictions import Answer, CsvWriter, JsonWriter
@@ -146,6 +147,17 @@ def test_samples_are_rows_with_text_and_label(tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         read_samples(path, "text", "label", strict=True)
+
+
+def test_halves_of_characters_are_named_with_their_line(tmp_path):
+    """Tokenizers refuse them, without saying which text it was."""
+    path = write(tmp_path / "a.jsonl", '{"text": "a"}\n{"text": "b \\ud800"}\n')
+    with pytest.raises(
+        ValueError, match=r"line 2 of .*a\.jsonl has half of a surrogate pair in column 'text'"
+    ):
+        read_samples(path, "text")
+    with pytest.raises(ValueError, match="row 1 has half of a surrogate pair"):
+        check_texts(["a", "b \ud800"])
 
 
 def test_a_label_may_be_called_nan_in_a_file(tmp_path):

@@ -24,6 +24,15 @@ def is_blank(value: Any) -> bool:
     return not value.strip() if isinstance(value, str) else is_missing(value)
 
 
+def is_whole(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which is not a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def shortened(text: str, most: int = 40) -> str:
     """Return the text, or its first characters and three dots."""
     return text if len(text) <= most else f"{text[:most]}..."
