@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import hashlib
 import logging
 import os
 import signal
@@ -179,6 +180,17 @@ def test_segments_not_used_for_longest_make_room(encoder, tmp_path):
     assert not old.exists()
     assert newer.exists()
     assert_right(features)
+
+
+@pytest.mark.parametrize("listed", ["[]", '{"a": 1}', '{"a": ["x", 3, 4]}', "[" * 5000, "NaN"])
+def test_headers_that_are_sealed_but_wrong_are_deleted(listed, tmp_path):
+    key = "0" * 64
+    segment = tmp_path / key[:32] / "a.safetensors"
+    segment.parent.mkdir()
+    seal = hashlib.sha256((key + listed).encode()).hexdigest()
+    save_file({"a": torch.zeros(1)}, segment, {"encoder": key, "entries": listed, "sha256": seal})
+    assert FeatureCache(tmp_path, key).get("good") is None
+    assert not segment.exists()
 
 
 def test_files_of_others_are_never_deleted(encoder, tmp_path):
