@@ -57,6 +57,12 @@ def with_a_note(place):
     (place / "thesis.txt").write_text("three years of work")
 
 
+def with_a_folder_of_its_name(place):
+    (place.parent / "model").rename(place)
+    (place / "README.md").unlink()
+    other_folder(place / "README.md")
+
+
 def of_something_else(place):
     place.mkdir()
     (place / "config.json").write_text('{"model_type": "bert"}')
@@ -76,6 +82,7 @@ def link_to_a_model(place):
     [
         (other_folder, "it has 'thesis.txt', not a file of a classifier"),
         (with_a_note, "it has 'thesis.txt', not a file of a classifier"),
+        (with_a_folder_of_its_name, "it has 'README.md', not a file of a classifier"),
         (of_something_else, "it is not the folder of a classifier"),
         (damaged, "it is not the folder of a classifier"),
         (link_to_a_model, "is a link: choose another folder"),
@@ -256,6 +263,20 @@ def test_an_encoder_inside_the_folder_moves_with_it(tiny, tmp_path):
     last = vr.RoutingClassifier.from_pretrained(tmp_path / "moved")
     assert (last.predict_proba(["good"]) == expected).all()
     assert names(tmp_path) == ["moved"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_beside_an_encoder_inside_the_folder_stay(overwrite, tiny, tmp_path):
+    bundle = tmp_path / "bundle"
+    encoder = shutil.copytree(tiny, bundle / "work/encoder")
+    (bundle / "work/thesis.txt").write_text("three years of work")
+    classifier = vr.RoutingClassifier(str(encoder), max_epochs=1, cache=False).fit(TEXTS, LABELS)
+    with pytest.raises(ValueError, match=r"is not replaced: 'work/thesis.txt' in it is not of a classifier"):
+        classifier.save_pretrained(bundle, overwrite=overwrite)
+    assert (names(bundle), names(bundle / "work")) == (["work"], ["encoder", "thesis.txt"])
+    (bundle / "work/thesis.txt").unlink()
+    classifier.save_pretrained(bundle, overwrite=overwrite)
+    assert vr.RoutingClassifier.from_pretrained(bundle).predict(["good"]).size == 1
 
 
 def test_an_encoder_is_found_from_any_folder(tiny, tmp_path, monkeypatch):

@@ -284,9 +284,11 @@ def test_control_characters_of_data_do_not_reach_the_terminal(run, tiny, tmp_pat
         run("evaluate", model, tmp_path / "b.jsonl"),
         run("evaluate", model, tmp_path / "a.jsonl", "--label", "\x1b"),
     ]
-    assert [done.code for done in shown] == [0, 0, 0, 0, 2, 2]
+    shown.append(run("explain", model, "a good \u202e film", "--json"))
+    assert [done.code for done in shown] == [0, 0, 0, 0, 2, 2, 0]
     for done in shown:
-        assert not {"\x1b", "\x07", "\x9b"} & {*done.out, *done.err}
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*done.out, *done.err}
+    assert json.loads(shown[-1].out)["text"] == "a good \u202e film"
     assert "\\x1b]0;owned\\x07\\x9b2J[bold]" in shown[1].out
 
 

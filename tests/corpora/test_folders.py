@@ -167,6 +167,8 @@ DAMAGES = {
     "empty": ("more/b.parquet", lambda path: path.write_bytes(b"")),
     "pages": ("more/b.parquet", lambda path: path.write_bytes(garbled(path.read_bytes()))),
     "a number": ("z.jsonl", lambda path: path.write_text('{"text": "good"}\n{"text": 3}\n')),
+    "a pipe": ("z.csv", os.mkfifo),
+    "a pipe called Parquet": ("z.parquet", os.mkfifo),
     "no gzip": ("z.jsonl.gz", lambda path: path.write_text('{"text": "good"}\n')),
     "cut gzip": ("z.csv.gz", lambda path: path.write_bytes(gzip.compress(b"text\ngood\n")[:-9])),
     "no JSON": ("z.jsonl", lambda path: path.write_text('{"text": "good"}\n{"text"\n')),

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import hashlib
 import logging
 import os
 import signal
@@ -179,6 +180,28 @@ def test_segments_not_used_for_longest_make_room(encoder, tmp_path):
     assert not old.exists()
     assert newer.exists()
     assert_right(features)
+
+
+@pytest.mark.parametrize("listed", ["[]", '{"a": 1}', '{"a": ["x", 3, 4]}', "[" * 5000, "NaN"])
+def test_headers_that_are_sealed_but_wrong_are_deleted(listed, tmp_path):
+    key = "0" * 64
+    segment = tmp_path / key[:32] / "a.safetensors"
+    segment.parent.mkdir()
+    seal = hashlib.sha256((key + listed).encode()).hexdigest()
+    save_file({"a": torch.zeros(1)}, segment, {"encoder": key, "entries": listed, "sha256": seal})
+    assert FeatureCache(tmp_path, key).get("good") is None
+    assert not segment.exists()
+
+
+def test_files_of_others_are_never_deleted(encoder, tmp_path):
+    """A user may give the folder of all models as the folder of the cache."""
+    others = [tmp_path / "bert" / name for name in ("model.safetensors", "notes.tmp")]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.write_bytes(b"precious")
+        os.utime(other, (0, 0))
+    filled(encoder, tmp_path, max_bytes=1)
+    assert [other.read_bytes() for other in others] == [b"precious"] * 2
 
 
 def test_segments_in_use_never_make_room(encoder, tmp_path):

@@ -125,6 +125,25 @@ def test_no_call_runs_code_of_a_folder(call, model, tmp_path, marker, monkeypatc
     assert stdin.tell() == 0  # no question was asked
 
 
+def test_code_named_inside_a_configuration_never_runs(tmp_path, marker, monkeypatch):
+    """A model builds its backbone from a nested configuration, and does not pass trust_remote_code on."""
+    evil = tmp_path / "evil"
+    save_tiny_vision(evil)
+    (evil / "evil.py").write_text(CODE.format(marker=str(marker), kind="Bert"))
+    backbone = {"model_type": "bert", "auto_map": {"AutoBackbone": f"{evil}--evil.Model"}}
+    (evil / "config.json").write_text(
+        json.dumps({"model_type": "detr", "use_timm_backbone": False, "backbone_config": backbone})
+    )
+    stdin = io.StringIO("y\n" * 20)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    for kind in (TextEncoder, VisionEncoder):
+        with pytest.raises(ValueError, match="could not be loaded"):
+            kind(str(evil))
+    assert not marker.exists()
+    assert stdin.tell() == 0  # no question was asked
+    assert transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE > 0  # others may still be asked
+
+
 def test_code_beside_an_encoder_that_does_not_need_it_stays_unused(tmp_path, marker, monkeypatch):
     evil = with_code(tmp_path / "evil", marker, "ViT")
     edit(tmp_path / "evil/config.json", model_type="vit")

@@ -2,8 +2,11 @@
 
 import io
 import logging
+import os
 import shutil
 import struct
+import time
+import warnings
 import zlib
 
 import numpy as np
@@ -188,6 +191,18 @@ def test_files_that_are_no_images(tmp_path, data, message):
         check_images([tmp_path])  # a folder
 
 
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_pipes_and_devices_are_not_read(tmp_path, kind):
+    """A pipe may never have a writer, and a device may have no end."""
+    path = tmp_path / "a" / "x.png"
+    path.parent.mkdir()
+    path.symlink_to("/dev/null") if kind == "device" else os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"x\.png cannot be read: it is no file"):
+        Picture.of(path)
+    with pytest.raises(ValueError, match=r"x\.png cannot be read: it is no file"):
+        read_folder(tmp_path)
+
+
 def png_of_size(width: int, height: int) -> bytes:
     """Return a small PNG file that says it is large."""
 
@@ -329,10 +344,20 @@ def between(kind: str, place: int, parts: bytes) -> bytes:
     return data[:place] + parts + data[place:]
 
 
-def tiff_of(n: int) -> bytes:
-    """Return a TIFF file of 64 bit with n entries in its directory."""
-    entries = [(256, 4, 1, 8), (257, 4, 1, 8), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1)]
-    entries += [(273, 4, 1, 8), (277, 3, 1, 1), (278, 4, 1, 8), (279, 4, 1, 64), *[(60000, 1, 1, 0)] * n]
+TAGS = [(256, 4, 1, 8), (257, 4, 1, 8), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1)]
+TAGS += [(273, 4, 1, 8), (277, 3, 1, 1), (278, 4, 1, 8), (279, 4, 1, 64)]
+
+
+def small_tiff(*more) -> bytes:
+    """Return a TIFF file of 32 bit with some more entries in its directory."""
+    entries = [*TAGS, *more]
+    listed = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + listed + bytes(4)
+
+
+def tiff_of(n: int, *more) -> bytes:
+    """Return a TIFF file of 64 bit with n empty entries in its directory, and some more."""
+    entries = [*TAGS, *more, *[(60000, 1, 1, 0)] * n]
     listed = b"".join(struct.pack("<HHQQ", *entry) for entry in entries)
     return b"II+\0" + struct.pack("<HHQQ", 8, 0, 16, len(entries)) + listed + bytes(8)
 
@@ -359,6 +384,43 @@ MANY_PARTS = {
 def test_files_of_many_parts_are_refused(case):
     with pytest.raises(ValueError, match="too many parts"):
         Picture.of(MANY_PARTS[case]()).open()
+
+
+@pytest.mark.parametrize("big", [False, True])
+@pytest.mark.parametrize(
+    ("tag", "kind"), [(273, 4), (324, 4), (282, 5)], ids=["strips", "tiles", "rationals"]
+)
+def test_tags_of_very_many_numbers_are_refused_before_they_are_read(tag, kind, big):
+    """Pillow reads each number in Python: 10 MB of places of tiles took half a minute and a gigabyte."""
+    data = tiff_of(0, (tag, kind, 100_000, 8)) if big else small_tiff((tag, kind, 100_000, 8))
+    with pytest.raises(ValueError, match="header of too many parts"):
+        Picture.of(data + bytes(800_000))
+
+
+def test_tags_of_many_bytes_are_read():
+    assert Picture.of(small_tiff((34675, 7, 100_000, 8)) + bytes(100_000)).open().size == (8, 8)
+
+
+def exif_of(*tags) -> bytes:
+    listed = b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + listed + bytes(4)
+
+
+def test_long_exif_data_are_not_written_again():
+    tags = exif_of((0x0112, 3, 1, 6), (0x011A, 5, 500_000, 38)) + struct.pack("<I", 1) * 1_000_000
+    picture = Picture.of(between("png", 33, chunk_of_png(b"eXIf", tags)))
+    started = time.process_time()
+    assert picture.open().size == (8, 8)
+    assert time.process_time() - started < 0.5
+
+
+def test_damaged_tags_do_not_fill_the_log():
+    """There would be one line in the log for each tag."""
+    tags = exif_of(*[(tag, 5, 3, 2**31) for tag in range(1000)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert Picture.of(between("png", 33, chunk_of_png(b"eXIf", tags))).open().size == (8, 8)
+    assert told == []
 
 
 def test_photos_of_many_parts_are_read():

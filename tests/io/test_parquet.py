@@ -57,3 +57,43 @@ def test_a_file_that_unpacks_without_end_is_refused(path, monkeypatch):
     monkeypatch.setattr(tables, "MAX_RATIO", 20)
     with pytest.raises(ValueError, match=r"a.parquet unpacks to more than [\d,]+ characters"):
         list(read_pieces(path, "text"))
+
+
+NESTED = {
+    "bytes": pa.array([LONG.encode()] * 600),
+    "list": pa.array([[LONG, None], None] * 300),
+    "lists": pa.array([[["short"], [LONG]], []] * 300),
+    "fixed list": pa.array([[LONG, "b"]] * 600, pa.list_(pa.string(), 2)),
+    "struct": pa.array([{"a": 1, "b": [{"c": LONG}]}, None] * 300),
+    "map": pa.array([[("a", LONG)], [("b", None)]] * 300, pa.map_(pa.string(), pa.large_string())),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_bytes_and_nested_texts_are_limited_too(kind, tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": ["a"] * 600, "more": NESTED[kind]}), path)
+    monkeypatch.setattr(tables, "MAX_ROW", 10_000)
+    pieces = list(read_pieces(path, "text"))
+    assert [row for piece in pieces for row in piece.rows] == parquet.read_table(path).to_pylist()
+    assert max(len(piece.rows) for piece in pieces) < 30
+    with open_parquet(path) as table, pytest.raises(TooLong, match="row 1 has more than 999 bytes of texts"):
+        list(batches_of(table, 100, 999))
+    monkeypatch.setattr(tables, "MAX_UNPACKED", 100_000)
+    monkeypatch.setattr(tables, "MAX_RATIO", 20)
+    with pytest.raises(ValueError, match=r"a.parquet unpacks to more than [\d,]+ characters"):
+        list(read_pieces(path, "text"))
+
+
+def test_many_texts_in_a_list_of_one_row_are_counted(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": ["a", "b"], "more": [["c"], [LONG] * 1000]}), path)
+    with open_parquet(path) as table, pytest.raises(TooLong, match="row 2 has more than 900,000 bytes"):
+        list(batches_of(table, 100, 900_000))
+
+
+def test_long_types_of_fixed_length_are_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": ["a"], "more": pa.array([b"b" * 5000], pa.binary(5000))}), path)
+    with pytest.raises(ValueError, match="column 'more' has 5,000 bytes in each cell"):
+        list(read_pieces(path, "text"))

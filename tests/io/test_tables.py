@@ -4,12 +4,14 @@ import csv
 import gzip
 import io
 import json
+import time
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from vecroute.classifier.labels import check_texts
 from vecroute.io import tables
 from vecroute.io.cells import inert, visible
 from vecroute.io.predictions import Answer, CsvWriter, JsonWriter
@@ -147,6 +149,17 @@ def test_samples_are_rows_with_text_and_label(tmp_path):
         read_samples(path, "text", "label", strict=True)
 
 
+def test_halves_of_characters_are_named_with_their_line(tmp_path):
+    """Tokenizers refuse them, without saying which text it was."""
+    path = write(tmp_path / "a.jsonl", '{"text": "a"}\n{"text": "b \\ud800"}\n')
+    with pytest.raises(
+        ValueError, match=r"line 2 of .*a\.jsonl has half of a surrogate pair in column 'text'"
+    ):
+        read_samples(path, "text")
+    with pytest.raises(ValueError, match="row 1 has half of a surrogate pair"):
+        check_texts(["a", "b \ud800"])
+
+
 def test_a_label_may_be_called_nan_in_a_file(tmp_path):
     path = write(tmp_path / "a.csv", "text,label\na,NA\nb,nan\nc,null\nd,None\n")
     assert read_samples(path, "text", "label").labels == ["NA", "nan", "null", "None"]
@@ -165,6 +178,14 @@ def test_formulas_get_an_apostrophe(cell):
 @pytest.mark.parametrize("cell", ["-5", "+3.25", "-.5e-3", "- no", "a=b", "", 'say "=x"', -5, None, "'=1"])
 def test_other_cells_stay(cell):
     assert inert(cell) == (f"'{cell}" if cell == "- no" else cell)
+
+
+@pytest.mark.parametrize("cell", [f"-{'1' * 30_000}x", f"+1.{'1' * 30_000}x", f"-1e{'1' * 30_000}x"])
+def test_long_cells_that_are_almost_numbers_take_no_time(cell):
+    """A pattern that can split the digits in many ways needs a time that grows with their square."""
+    started = time.process_time()
+    assert inert(cell) == f"'{cell}"
+    assert time.process_time() - started < 2
 
 
 def written(writer_class, rows, **options):
@@ -251,7 +272,7 @@ def test_rows_repeated_without_end_are_refused(tmp_path, monkeypatch, name):
     monkeypatch.setattr(tables, "MAX_UNPACKED", 100_000)
     path, rows = tmp_path / name, {"a.jsonl.gz": b'{"text": "good", "label": "a"}\n'}
     path.write_bytes(
-        gzip.compress(b"text\n" * ("json" not in name) + rows.get(name, b"good film\n") * 300_000)
+        gzip.compress(b"text\n" * ("json" not in name) + rows.get(name, b"good film\n") * 30_000)
     )
     pieces = read_pieces(path, "text")
     assert len(next(pieces).rows) == 512
@@ -266,6 +287,13 @@ def test_pieces_of_long_rows_have_fewer_of_them(tmp_path, monkeypatch):
     pieces = list(read_pieces(path, "text"))
     assert [len(piece.rows) for piece in pieces] == [3, 3, 3, 1]
     assert [line for piece in pieces for line in piece.lines] == list(range(1, 11))
+
+
+def test_pieces_of_long_nested_cells_have_fewer_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_ROW", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"text": "b", "more": [{"c": ["a" * 400]}]}) + "\n") * 10)
+    assert [len(piece.rows) for piece in read_pieces(path, "text")] == [3, 3, 3, 1]
 
 
 def test_many_rows_are_together_longer_than_the_limit_of_one(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from sklearn.preprocessing import MultiLabelBinarizer  # type: ignore[import-unt
 from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
 from torch import Tensor
 
-from vecroute.io.cells import is_missing, shortened
+from vecroute.io.cells import is_missing, is_whole, shortened
 from vecroute.training.recipe import FEW
 
 N_EXAMPLES = 3  # a classifier stores at most this many texts
@@ -29,7 +29,7 @@ def check_texts(X: Any, name: str = "X", first: int = 0) -> list[str]:
 
     Raises:
         TypeError: X is a single string, or a row is not a string.
-        ValueError: X is empty, or a text is missing or empty.
+        ValueError: X is empty, or a text is missing, empty or has half of a surrogate pair.
     """
     if isinstance(X, str):
         raise TypeError(f"{name} must be a list of texts, got one string: put it in a list")
@@ -49,6 +49,8 @@ def check_texts(X: Any, name: str = "X", first: int = 0) -> list[str]:
             raise TypeError(f"{name} must be a list of texts, row {k} is {text!r} ({type(text).__name__})")
         if not text.strip():
             raise ValueError(f"{name} must be a list of texts, row {k} is empty")
+        if not is_whole(text):
+            raise ValueError(f"{name} must be a list of texts, row {k} has half of a surrogate pair")
     return [str(text) for text in rows]
 
 

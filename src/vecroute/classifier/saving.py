@@ -95,18 +95,26 @@ def check_place(folder: Path, overwrite: bool, inside: Path | None = None) -> No
     if not folder.exists():
         return
     names = {path.name for path in folder.iterdir()} - ({inside.parts[0]} if inside is not None else set())
-    if not names and (overwrite or inside is not None):
-        return
-    if not overwrite:
+    if not overwrite and (names or inside is None):
         raise ValueError(f"{folder} exists: choose another folder, or remove it first (or overwrite=True)")
-    if others := sorted(names - FILES):
+    others = sorted(name for name in names if name not in FILES or not (folder / name).is_file())
+    if others := [*others, *beside(folder, inside)]:
         raise ValueError(f"{folder} is not replaced: it has {others[0]!r}, not a file of a classifier")
+    if not names:
+        return
     try:
         read_config(folder)
     except ValueError as error:
         raise ValueError(
             f"{folder} is not replaced: it is not the folder of a classifier: {error}"
         ) from error
+
+
+def beside(folder: Path, inside: Path | None) -> list[str]:
+    """Name the files beside the encoder in the folders on the way to it. Only the encoder would be kept."""
+    way = [] if inside is None else [inside, *inside.parents][:-2]  # without the first folder and "."
+    found = (path for place in way for path in (folder / place.parent).iterdir() if path.name != place.name)
+    return sorted(str(path.relative_to(folder)) for path in found)
 
 
 def place_inside(encoder: str, folder: Path) -> Path | None:

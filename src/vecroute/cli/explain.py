@@ -1,7 +1,6 @@
 """``vecroute explain``."""
 
 import enum
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,6 +80,7 @@ def explain(
 ) -> None:
     """Show what each word of a text, or each region of an image, added to the score of a class."""
     from vecroute.explain.plain import plain
+    from vecroute.io.predictions import json_line
 
     if data is not None or out is not None:
         check_corpus(data, out, {"TEXT": text, "--class": class_, "--json": as_json, "--html": html})
@@ -105,7 +105,7 @@ def explain(
             why.to_html(html, unit=unit, outputs=None if class_ is None else [class_], states=states)
             wrote(html)
         if as_json:
-            print(json.dumps(plain(why, unit), ensure_ascii=False))
+            print(json_line(plain(why, unit)))
         elif html is None:
             show_explanation(why, class_, unit, top)
 

@@ -16,7 +16,7 @@ from vecroute.io.images import files_in
 from vecroute.io.parquet import TooLong, batches_of, is_text, open_parquet
 from vecroute.io.predictions import EXPLANATION, Answer, CsvWriter, JsonWriter, fresh, new_writer
 from vecroute.io.samples import text_of
-from vecroute.io.tables import MAX_ROW, check_width, find_delimiter, read_pieces
+from vecroute.io.tables import MAX_ROW, check_file, check_width, find_delimiter, read_pieces
 from vecroute.storage import temporary_place
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
@@ -100,6 +100,7 @@ class Unreadable(ValueError):
 def columns_of(path: Path, kind: str, columns: Columns) -> dict[str, Any]:
     """Return the columns of a shard by name, with their types if it is a Parquet file."""
     try:
+        check_file(path)  # nobody may write to a pipe
         if kind == "parquet":
             schema = parquet.read_schema(path)
             check_width(len(schema), "its schema")
@@ -139,6 +140,7 @@ def copy_shard(source: Path, target: Path, columns: Columns, answer: Answering) 
     Raises:
         ValueError, TypeError, OSError: the source is damaged, or a cell has no text; the message names it.
     """
+    check_file(source)
     with whole(target) as temporary:
         copy = copy_parquet if kind_of(source) == "parquet" else copy_rows
         return copy(source, temporary, columns, answer)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -29,6 +30,7 @@ SEGMENT_BYTES = 64 * 1024**2  # size of a segment; a killed process loses at mos
 WINDOW_BYTES = 128 * 1024**2  # hidden states computed at a time, if there are several texts
 KEEP_FREE = GIB  # free space to leave on the disk
 ABANDONED_AFTER = 3600  # seconds after which a temporary file must belong to a dead process
+OWN = re.compile("[0-9a-f]{32}")  # name of a subfolder of a cache
 
 
 def default_folder() -> Path:
@@ -67,9 +69,9 @@ class FeatureCache:
         self._waiting: dict[str, Tensor] = {}  # hidden states not yet written to the disk
         self._waiting_bytes = 0
         self._full = False
-        for path in self.folder.glob("*/*.tmp"):
+        for path in self._own_files():
             with suppress(OSError):  # another process has just renamed it, or the folder is read-only
-                if time.time() - path.stat().st_mtime > ABANDONED_AFTER:
+                if path.suffix == ".tmp" and time.time() - path.stat().st_mtime > ABANDONED_AFTER:
                     path.unlink()
         self.refresh()
 
@@ -158,7 +160,7 @@ class FeatureCache:
             with suppress(OSError):  # the folder is read-only
                 os.utime(path)
         sizes: dict[Path, tuple[float, int]] = {}
-        for path in self.folder.glob("*/*"):
+        for path in self._own_files():
             try:
                 stat = path.stat()
             except FileNotFoundError:  # another process deleted it
@@ -173,6 +175,12 @@ class FeatureCache:
                 self._drop(path, "making room")
                 room += 0 if path.exists() else size
         return max(room, 0)
+
+    def _own_files(self) -> Iterator[Path]:
+        """Yield the files of all encoders. The user may have chosen a folder that holds other files too."""
+        for path in self.folder.glob("*/*"):
+            if OWN.fullmatch(path.parent.name):
+                yield path
 
     def _drop(self, path: Path, why: object) -> None:
         logger.info("cached hidden states deleted: %s (%s)", path, why)

@@ -46,7 +46,11 @@ def read_entries(metadata: dict[str, str], key: str) -> dict[str, Entry]:
         raise ValueError("it belongs to another encoder")
     if metadata.get("sha256") != hashlib.sha256((key + listed).encode()).hexdigest():
         raise ValueError("its header is damaged")
-    return {text: Entry(dtype, tuple(shape), crc) for text, (dtype, shape, crc) in json.loads(listed).items()}
+    try:
+        found = json.loads(listed).items()
+        return {text: Entry(dtype, tuple(shape), crc) for text, (dtype, shape, crc) in found}
+    except (AttributeError, TypeError, RecursionError) as error:
+        raise ValueError("its header has other entries than a cache writes") from error
 
 
 def halved(hidden: Tensor) -> Tensor:

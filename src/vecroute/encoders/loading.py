@@ -1,16 +1,37 @@
 """Load pretrained Transformers from their folders, and never run code from a folder."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import dynamic_module_utils
 
 from vecroute.encoders.finding import VIT, find, first_line, quiet
 
 # Without trust_remote_code=False, transformers asks on standard input whether to run code, and would take
 # piped data as the answer.
 SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+LOADING = threading.RLock()
+
+
+@contextmanager
+def unasked() -> Iterator[None]:
+    """Load quietly, and raise an error where transformers would ask whether to run code.
+
+    Some models build parts of themselves from nested configurations, and do not pass trust_remote_code on.
+    The setting belongs to the process, so one thread loads at a time.
+    """
+    with LOADING, quiet():
+        seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to wait for an answer
+        try:
+            yield
+        finally:
+            dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
 
 
 def load_model(name: str, folder: Path) -> Any:
@@ -20,7 +41,7 @@ def load_model(name: str, folder: Path) -> Any:
         ValueError: transformers cannot read the folder, or weights are missing, NaN or infinite.
     """
     try:
-        with quiet():
+        with unasked():
             config = load_config(folder)
             model, info = transformers.AutoModel.from_pretrained(
                 folder, config=config, use_safetensors=True, output_loading_info=True, **SAFE
@@ -50,7 +71,7 @@ def load_config(folder: Path) -> Any:
 
 def load_tokenizer(name: str, folder: Path) -> Any:
     try:
-        with quiet():
+        with unasked():
             return transformers.AutoTokenizer.from_pretrained(folder, **SAFE)
     except Exception as error:
         raise ValueError(f"tokenizer of {name!r} could not be loaded: {first_line(error)}") from error
@@ -59,7 +80,7 @@ def load_tokenizer(name: str, folder: Path) -> Any:
 def load_image_processor(name: str, folder: Path) -> Any:
     """Load the image processor of a vision encoder: the variant that uses PIL, equal on all machines."""
     try:
-        with quiet():
+        with unasked():
             return transformers.AutoImageProcessor.from_pretrained(folder, backend="pil", **SAFE)
     except Exception as error:
         raise ValueError(f"image processor of {name!r} could not be loaded: {first_line(error)}") from error
@@ -77,7 +98,7 @@ def takes_images(model: Any, revision: str | None) -> bool:
     if isinstance(model, str):
         folder = find(model, revision)
         try:
-            with quiet():
+            with unasked():
                 config = load_config(folder)
         except Exception as error:
             raise ValueError(f"encoder {model!r} could not be loaded: {first_line(error)}") from error

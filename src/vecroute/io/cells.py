@@ -6,7 +6,7 @@ from typing import Any
 
 # A spreadsheet reads a cell that begins with one of these as a formula, unless the cell is a number.
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 # Unicode categories: control (Cc), format such as text direction (Cf), surrogate (Cs), line and paragraph
 # separators (Zl, Zp).
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -22,6 +22,15 @@ def is_missing(value: Any) -> bool:
 def is_blank(value: Any) -> bool:
     """Return whether a cell is missing or holds only white space."""
     return not value.strip() if isinstance(value, str) else is_missing(value)
+
+
+def is_whole(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which is not a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def shortened(text: str, most: int = 40) -> str:

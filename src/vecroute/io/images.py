@@ -4,6 +4,7 @@ import hashlib
 import io
 import logging
 import os
+import struct
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +41,21 @@ FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "AVIF")
 # Pillow reads a header part by part in Python: 10 MB of empty parts take a minute.
 READS, BYTES_PER_READ = 10_000, 1024  # a decoder may call read READS times, plus once per 1024 bytes
 READ_AGAIN = 8  # all reads together may return the bytes of the file this many times
+NUMBERS = 50_000  # in a tag of a TIFF file, such as places of tiles; Pillow spends microseconds on each
 MAX_SCANNED = 1_000_000_000  # pixels times scans of a JPEG file; decoding takes about 3 s
 N_NAMED = 5  # a message names at most this many files
+BYTES_OF_TIFF = (1, 2, 6, 7)  # types of tags that stay bytes, such as texts and colour profiles
+ORIENTATION = 0x0112  # tag of EXIF
+# What makes an image upright, by the value of this tag: members of ``PIL.Image.Transpose``.
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 
 
 @dataclass(frozen=True)
@@ -208,10 +222,17 @@ def listed(paths: Sequence[Path]) -> str:
 
 
 def file_bytes(path: Path) -> bytes:
+    check_file(path)
     try:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def check_file(path: Path) -> None:
+    """Raise an error for a pipe or a device, which may have no end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} cannot be read: it is no file")
 
 
 class Parts(io.BufferedReader):
@@ -240,6 +261,8 @@ def opened(file: Path | bytes, name: str) -> Iterator[Any]:
         ValueError: the file is not an image, or has no pixels or too many.
     """
     pil = require("PIL.Image", "images")
+    if isinstance(file, Path):
+        check_file(file)
     try:
         data = Parts(file)
     except OSError as error:
@@ -248,6 +271,7 @@ def opened(file: Path | bytes, name: str) -> Iterator[Any]:
         try:
             pil.init()
             known = [kind for kind in FORMATS if kind in pil.OPEN]  # Pillow may be built without some
+            check_tags(data)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # one warning per damaged part; check_size checks the size
                 image = pil.open(data, formats=known)
@@ -261,6 +285,25 @@ def opened(file: Path | bytes, name: str) -> Iterator[Any]:
         if any(tile[0] == "ppm_plain" for tile in image.tile):  # Pillow decodes these in Python, slowly
             raise ValueError(f"{name} stores its pixels as decimal numbers, which is not supported")
         yield image
+
+
+def check_tags(data: Parts) -> None:
+    """Refuse a TIFF file if one of its tags has very many numbers. Pillow reads the first list of tags."""
+    order, big = {b"II": "<", b"MM": ">"}.get(data.peek(4)[:2], ""), b"+" in data.peek(4)[2:4]
+    if not order:
+        return
+    first, n_tags, tag = ("8xQ", "Q", "HHQ8x") if big else ("4xI", "H", "HHI4x")
+
+    def numbers(form: str) -> tuple[int, ...]:
+        return struct.unpack(order + form, data.read(struct.calcsize(order + form)))
+
+    data.seek(*numbers(first))
+    for _ in range(*numbers(n_tags)):
+        _, kind, n = numbers(tag)
+        if kind not in BYTES_OF_TIFF and n > NUMBERS:
+            data.too_many = True
+            raise OSError(f"a tag has {n} numbers")
+    data.seek(0)
 
 
 def check_scans(image: Any, name: str) -> None:
@@ -298,8 +341,10 @@ def decoded(image: Any, name: str) -> Any:
     try:
         if getattr(image, "is_animated", False):  # counting the frames reads the whole file
             logger.warning("%s has several frames: the first is used", name)
-        image.load()
-        upright = require("PIL.ImageOps", "images").exif_transpose(image)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one warning per damaged tag
+            image.load()
+            upright = turned(image)
     except Exception as error:  # any error, as in ``opened``
         raise ValueError(f"{name} is damaged or truncated: {error}") from error
     if upright.mode.startswith("I") or upright.mode == "F":
@@ -313,6 +358,13 @@ def decoded(image: Any, name: str) -> Any:
         white.paste(colours, mask=colours)
         return white
     return upright.convert("RGB")
+
+
+def turned(image: Any) -> Any:
+    """Turn an image as its EXIF data say. Pillow's own function writes them again, which may take seconds."""
+    turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
+    pil = require("PIL.Image", "images")
+    return image if turn is None else image.transpose(pil.Transpose[turn])
 
 
 def from_array(values: Any, name: str) -> Any:

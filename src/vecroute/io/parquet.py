@@ -1,16 +1,18 @@
 """Read Parquet files in batches of bounded memory.
 
-A file of a few kilobytes can repeat one long text in every row. So columns of texts stay dictionaries, which
-hold such a text once. If the texts of a batch are too long, its rows are unpacked one by one.
+A file of a few kilobytes can repeat one long text in every row, or many times in a list of one row. So texts
+and bytes stay dictionaries, which hold such a text once. If the texts of a batch are too long, its rows are
+unpacked one by one.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+
+MAX_WIDTH = 4096  # bytes of a type of fixed length, such as a decimal or a hash; it has no dictionary
 
 
 class TooLong(ValueError):
@@ -18,9 +20,17 @@ class TooLong(ValueError):
 
 
 def open_parquet(file: Any) -> parquet.ParquetFile:
-    """Open a path or a seekable file. Its columns of texts are read as dictionaries."""
+    """Open a path or a seekable file. Texts and bytes, also nested ones, are read as dictionaries.
+
+    Raises:
+        TooLong: a type of fixed length is too long.
+    """
     found = parquet.ParquetFile(file)
-    texts = [field.name for field in found.schema_arrow if is_text(field.type)]
+    leaves = [found.schema.column(k) for k in range(len(found.schema))]
+    for leaf in leaves:
+        if leaf.length > MAX_WIDTH:
+            raise TooLong(f"column {leaf.path!r} has {leaf.length:,} bytes in each cell")
+    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     return parquet.ParquetFile(file, metadata=found.metadata, read_dictionary=texts)
 
 
@@ -36,20 +46,31 @@ def batches_of(table: parquet.ParquetFile, rows: int, most: int) -> Iterator[pa.
     """
     done = 0
     for batch in table.iter_batches(rows):
-        n_bytes = sum((text_bytes(column) for column in batch.columns), np.zeros(len(batch), np.int64))  # [i]
-        if n_bytes.sum() <= most:
+        if text_bytes(batch) <= most:
             yield batch
         else:
-            for k, n in enumerate(n_bytes):
-                if n > most:
+            for k in range(len(batch)):
+                row = batch.slice(k, 1)
+                if text_bytes(row) > most:
                     raise TooLong(f"row {done + k + 1} has more than {most:,} bytes of texts")
-                yield batch.slice(k, 1)
+                yield row
         done += len(batch)
 
 
-def text_bytes(column: pa.Array) -> np.ndarray:
-    """Return the bytes of each text of a column [i], from its dictionary; zeros for another column."""
-    if not (pa.types.is_dictionary(column.type) and is_text(column.type.value_type)):
-        return np.zeros(len(column), np.int64)  # [i]
-    lengths = pc.fill_null(pc.binary_length(column.dictionary), 0)  # [n_distinct]
-    return pc.fill_null(lengths.take(column.indices), 0).to_numpy(zero_copy_only=False)  # [i]
+def text_bytes(batch: pa.RecordBatch) -> int:
+    """Return the bytes of all texts of a batch, counted by their dictionaries."""
+    n_bytes, columns = 0, list(batch.columns)
+    while columns:
+        column = columns.pop()
+        kind = column.type
+        if pa.types.is_dictionary(kind):
+            lengths = pc.binary_length(column.dictionary)  # [n_distinct]
+            n_bytes += pc.sum(lengths.take(column.indices).cast(pa.int64())).as_py() or 0
+        elif pa.types.is_map(kind):
+            first, last = column.offsets[0].as_py(), column.offsets[-1].as_py()
+            columns += [part.slice(first, last - first) for part in (column.keys, column.items)]
+        elif pa.types.is_struct(kind):
+            columns += column.flatten()
+        elif pa.types.is_nested(kind):  # lists
+            columns.append(column.flatten())
+    return n_bytes

@@ -14,6 +14,11 @@ CODES = (*range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *ra
 ESCAPED = {code: f"\\u{code:04x}" for code in (*CODES, *range(0xD800, 0xE000))}
 
 
+def json_line(value: Any) -> str:
+    """Write a value as one line of JSON, readable, but without characters that a terminal may obey."""
+    return json.dumps(value, ensure_ascii=False, default=str).translate(ESCAPED)
+
+
 class Answer(NamedTuple):
     """The new cells of a row. A row without text has an empty label and nothing else."""
 
@@ -43,8 +48,7 @@ class JsonWriter:
             cells["note"] = NOTE
         names = fresh(list(cells), [*self.columns, *row])
         whole = row | dict(zip(names, cells.values(), strict=True))
-        line = json.dumps(whole, ensure_ascii=False, default=str)
-        print(line.translate(ESCAPED), file=self.file)
+        print(json_line(whole), file=self.file)
 
 
 class CsvWriter:

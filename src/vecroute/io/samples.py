@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vecroute.io.cells import is_blank
+from vecroute.io.cells import is_blank, is_whole
 from vecroute.io.tables import LINE, file_format, read_pieces
 
 N_NAMED = 5  # lines named in a message
@@ -73,6 +73,7 @@ def text_of(row: dict[str, Any], column: str, where: Any, line: int) -> str:
 
     Raises:
         TypeError: the cell is not a string.
+        ValueError: the text has half of a surrogate pair.
     """
     cell = row.get(column)
     if is_blank(cell):
@@ -80,6 +81,8 @@ def text_of(row: dict[str, Any], column: str, where: Any, line: int) -> str:
     if not isinstance(cell, str):
         kind = type(cell).__name__
         raise TypeError(f"column {column!r} of {where} must have texts, line {line} has {cell!r} ({kind})")
+    if not is_whole(cell):
+        raise ValueError(f"line {line} of {where} has half of a surrogate pair in column {column!r}")
     return cell
 
 

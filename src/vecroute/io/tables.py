@@ -120,7 +120,17 @@ def next_rows(
 
 
 def characters_of(row: dict[str, Any]) -> int:
-    return sum(len(cell) for cell in row.values() if isinstance(cell, str))
+    """Count the characters and bytes in the cells of a row, also in nested ones."""
+    n, cells = 0, list(row.values())
+    while cells:
+        cell = cells.pop()
+        if isinstance(cell, str | bytes):
+            n += len(cell)
+        elif isinstance(cell, dict):
+            cells += (*cell, *cell.values())
+        elif isinstance(cell, list | tuple):
+            cells += cell
+    return n
 
 
 class Refused(ValueError):
