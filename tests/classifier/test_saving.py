@@ -271,7 +271,7 @@ def test_files_beside_an_encoder_inside_the_folder_stay(overwrite, tiny, tmp_pat
     encoder = shutil.copytree(tiny, bundle / "work/encoder")
     (bundle / "work/thesis.txt").write_text("three years of work")
     classifier = vr.RoutingClassifier(str(encoder), max_epochs=1, cache=False).fit(TEXTS, LABELS)
-    with pytest.raises(ValueError, match=r"is not replaced: 'work/thesis.txt' in it is not of a classifier"):
+    with pytest.raises(ValueError, match=r"it has 'work/thesis.txt', not a file of a classifier"):
         classifier.save_pretrained(bundle, overwrite=overwrite)
     assert (names(bundle), names(bundle / "work")) == (["work"], ["encoder", "thesis.txt"])
     (bundle / "work/thesis.txt").unlink()
