@@ -161,6 +161,16 @@ def test_weights_that_are_not_finite(saved, change):
         vr.RoutingClassifier.from_pretrained(reseal(saved, change_weights=change))
 
 
+def test_weights_so_large_that_scores_are_not_finite(saved):
+    def enlarge(weights):
+        for weight in weights.values():
+            weight *= 1e30
+
+    classifier = vr.RoutingClassifier.from_pretrained(reseal(saved, change_weights=enlarge))
+    with pytest.raises(ValueError, match="scores are NaN or infinite: the weights of the head"):
+        classifier.predict(TEXTS[:2])
+
+
 KEYS = (
     "classes",
     "params",

@@ -62,6 +62,9 @@ def through(
         batches: the hidden states of the n texts.
         device: the device of the head.
         step: called with the number of texts of each batch.
+
+    Raises:
+        ValueError: an output is NaN or infinite, so some weights are finite but far too large.
     """
     rows: Any = None
     for batch in batches:
@@ -71,7 +74,10 @@ def through(
         rows[batch.which] = found
         if step:
             step(len(batch.which))
-    return rows.cpu()
+    rows = rows.cpu()
+    if not rows.isfinite().all():
+        raise ValueError("scores are NaN or infinite: the weights of the head or of the encoder are damaged")
+    return rows
 
 
 def device_of(head: nn.Module) -> torch.device:
