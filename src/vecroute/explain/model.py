@@ -1,6 +1,6 @@
 """Explain an existing Hugging Face classifier: what each word or patch adds to each of its scores."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,14 +100,14 @@ def tokenize(model: Any, tokenizer: Any, inputs: Any) -> list[Tokenized]:
     """Tokenize texts, each in one chunk.
 
     Raises:
-        TypeError: an input is not a text, or the tokenizer has no character offsets.
-        ValueError: a text is empty or longer than the model allows.
+        TypeError: inputs are not texts, or the tokenizer has no character offsets.
+        ValueError: there is no text, or one is empty or longer than the model allows.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise TypeError(
             f"processor must be an image processor or a fast tokenizer, got {type(tokenizer).__name__}"
         )
-    texts, limit = list(inputs), position_limit(model, tokenizer)
+    texts, limit = text_list(inputs), position_limit(model, tokenizer)
     for k, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"inputs must be texts, input {k} is {type(text).__name__}")
@@ -125,6 +125,27 @@ def tokenize(model: Any, tokenizer: Any, inputs: Any) -> list[Tokenized]:
     return found
 
 
+def text_list(inputs: Any) -> list[Any]:
+    """Return several inputs as a list. Refuse what has other things than texts as its elements."""
+    expected = "inputs must be one text or a list of texts"
+    if hasattr(inputs, "columns"):  # a data frame, whose elements are the names of its columns
+        raise TypeError(f"{expected}, got {type(inputs).__name__}: give one of its columns")
+    if not isinstance(inputs, Iterable) or isinstance(inputs, Mapping | bytes):
+        raise TypeError(f"{expected}, got {type(inputs).__name__}")
+    texts = list(inputs)
+    if not texts:
+        raise ValueError(f"{expected}, got none")
+    return texts
+
+
+def logits_of(output: Any, name: str) -> Tensor:
+    """Return the scores [b, n_cls] in the output of a model."""
+    if getattr(output, "logits", None) is None:
+        expected = "as a model for sequence or image classification does"
+        raise ValueError(f"{name} must return logits, {expected}, got {type(output).__name__}")
+    return output.logits
+
+
 def _split_logits(
     model: Any, tokenizer: Any, texts: Sequence[Tokenized], outputs: Sequence[int], rows: Sequence[Rows]
 ) -> list[TextSplit]:
@@ -139,7 +160,7 @@ def _split_logits(
         attended = (torch.arange(longest, device=device) < lengths).long()  # [b, n]
 
         def call(ids: Tensor = ids, attended: Tensor = attended) -> list[Tensor]:
-            return [model(input_ids=ids, attention_mask=attended).logits]
+            return [logits_of(model(input_ids=ids, attention_mask=attended), name)]
 
         values, base, scores = split_scores(call, source, name, outputs)
         for b, k in enumerate(which):
@@ -199,7 +220,7 @@ def _explain_images(model: Any, processor: Any, inputs: Any, outputs: list[int] 
         pixels = grid.pixels([picture]).to(model.device, model.dtype)  # [1, channels, height, width]
 
         def call(pixels: Tensor = pixels) -> list[Tensor]:
-            return [model(pixel_values=pixels).logits]
+            return [logits_of(model(pixel_values=pixels), grid.name)]
 
         chosen = outputs or list(range(n_cls))
         if outputs is None and n_cls > N_EXPLAINED:
