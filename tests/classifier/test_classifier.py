@@ -152,6 +152,10 @@ def test_only_the_classes_asked_for_are_explained(fitted):
     np.testing.assert_allclose(one.phi[..., 0], every.phi[..., 1], atol=1e-5)
     with pytest.raises(ValueError, match=r"classes must be some of \['neg', 'pos'\], got 'other'"):
         fitted.explain("a good film", classes=["other"])
+    with pytest.raises(TypeError, match=r"classes must be a list of some of .*, got 'pos'"):
+        fitted.explain("a good film", classes="pos")
+    with pytest.raises(ValueError, match="classes must be different"):
+        fitted.explain_iter(["a good film"], classes=["pos", "pos"])
 
 
 def test_parameters_as_scikit_learn_wants_them(tiny):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from vecroute.compose.contribution import check_complete, completeness_error
 from vecroute.encoders.text import Tokenized, length_batches, position_limit
 from vecroute.encoders.vision import VisionEncoder
+from vecroute.explain.classes import class_numbers
 from vecroute.explain.explanation import Explanation, where_from
 from vecroute.explain.image import N_EXPLAINED, ImageExplanation, places_of
 from vecroute.explain.rows import Rows, TextSplit, rows_of
@@ -51,9 +52,7 @@ def explain_model(
     config: Any = model.config
     labels = {int(j): str(name) for j, name in config.id2label.items()}
     explain = _explain_images if images else _explain_texts
-    outputs = None if classes is None else [_number(label, labels) for label in classes]
-    if outputs == []:
-        raise ValueError(f"classes must be at least one of {list(labels.values())}, got none")
+    outputs = class_numbers(classes, [labels[j] for j in sorted(labels)], by_number=True)
     single = is_image(inputs) if images else isinstance(inputs, str)
     found = explain(model, processor, [inputs] if single else inputs, outputs, samples)
     several = config.problem_type == "multi_label_classification"
@@ -66,14 +65,6 @@ def explain_model(
         kind: Any = ImageExplanation if images else Explanation
         explained.append(kind(**fields, **names, multi_label=several, about=about))
     return explained[0] if single else explained
-
-
-def _number(label: Any, labels: dict[int, str]) -> int:
-    """Return the number of a class, given by its label or its number."""
-    for j, name in labels.items():
-        if label == name or (isinstance(label, int) and not isinstance(label, bool) and label == j):
-            return j
-    raise ValueError(f"classes must be some of {list(labels.values())}, got {label!r}")
 
 
 def _explain_texts(model: Any, tokenizer: Any, inputs: Any, outputs: list[int] | None, samples: int):
