@@ -172,6 +172,26 @@ def test_parameters_as_scikit_learn_wants_them(tiny):
         again.explain("good")
 
 
+def test_numpy_numbers_are_parameters_like_others(tiny, tmp_path):
+    given = {"batch_size": 8, "max_epochs": 1, "random_state": 3, "stride": 1, "max_length": 20}
+    as_numpy = {name: np.int64(value) for name, value in given.items()}
+    as_numpy |= {"lr": np.float32(0.25), "depths": np.array([0, 2]), "head_options": {"n_hid": np.int64(2)}}
+    given |= {"lr": 0.25, "depths": [0, 2], "head_options": {"n_hid": 2}}
+    some = vr.RoutingClassifier(tiny, **as_numpy, estimate=False).fit(TEXTS, LABELS)
+    same = vr.RoutingClassifier(tiny, **given, estimate=False).fit(TEXTS, LABELS)
+    assert some.encoder_ is same.encoder_
+    assert np.array_equal(some.predict_proba(SOME), same.predict_proba(SOME))
+    some.save_pretrained(tmp_path / "model")
+    again = vr.RoutingClassifier.from_pretrained(tmp_path / "model")
+    assert np.array_equal(again.predict_proba(SOME), same.predict_proba(SOME))
+
+
+@pytest.mark.parametrize(("seed", "error"), [(None, TypeError), (1.5, TypeError), (-1, ValueError)])
+def test_the_seed_is_an_int(tiny, seed, error):
+    with pytest.raises(error, match="random_state must be an int, at least 0, got"):
+        vr.RoutingClassifier(tiny, random_state=seed).fit(TEXTS, LABELS)
+
+
 def test_a_loaded_encoder_is_shared_by_clones(tiny):
     encoder = TextEncoder(tiny)
     classifier = vr.RoutingClassifier(encoder, max_epochs=1)

@@ -11,6 +11,7 @@ from sklearn.utils.class_weight import compute_class_weight  # type: ignore[impo
 from torch import Tensor
 
 from vecroute.io.cells import is_missing, shortened
+from vecroute.ops.checks import check_number
 from vecroute.training.recipe import FEW
 
 N_EXAMPLES = 3  # a classifier stores at most this many texts
@@ -141,6 +142,8 @@ def split(
     A fraction of None means a tenth, or none at all if there are few samples. If the fraction has too few
     samples to measure an accuracy, all samples are used for training.
     """
+    if fraction is not None:
+        check_number("validation_fraction", fraction)
     if fraction is not None and not 0 <= fraction < 1:
         raise ValueError(f"validation_fraction must be from 0 to less than 1, got {fraction}")
     n, n_cls = labels.targets.shape

@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from vecroute.classifier.card import model_card
 from vecroute.classifier.estimate import Estimate
-from vecroute.classifier.parts import encoder_for, new_head
+from vecroute.classifier.parts import as_python, encoder_for, new_head
 from vecroute.encoders.finding import BUILT_IN, first_line
 from vecroute.encoders.identity import Identity, difference
 from vecroute.encoders.loading import pick_device
@@ -140,7 +140,7 @@ def describe(classifier: Any, about: dict) -> dict[str, Any]:
         "format_version": VERSION,
         "vecroute": version("vecroute"),
         "classes": classifier.classes_.tolist(),
-        "params": {name: value for name, value in params.items() if name not in NOT_SAVED},
+        "params": {name: as_python(value) for name, value in params.items() if name not in NOT_SAVED},
         "samples": "images" if hasattr(encoder, "grid") else "texts",
         "encoder": {
             "name": encoder.name,
