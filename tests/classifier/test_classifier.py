@@ -532,6 +532,12 @@ def test_pickled_it_finds_its_encoder_again(fitted):
     assert (pickle.loads(data).predict_proba(SOME) == fitted.predict_proba(SOME)).all()
 
 
+def test_pickled_it_can_be_saved(fitted, tmp_path):
+    pickle.loads(pickle.dumps(fitted)).save_pretrained(tmp_path / "model")
+    again = vr.RoutingClassifier.from_pretrained(tmp_path / "model")
+    assert (again.predict_proba(SOME) == fitted.predict_proba(SOME)).all()
+
+
 def test_a_document_of_100000_characters(fitted):
     text = (LONG * 101)[:100_000]
     others = fitted.predict_proba(["good", text, "bad"])
