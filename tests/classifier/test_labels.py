@@ -49,6 +49,11 @@ def test_weights_of_several_labels_are_not_balanced():
         class_weights("balanced", labels, True)
 
 
+def test_texts_without_labels_are_not_evaluated():
+    with pytest.raises(TypeError, match="y must be a label for each text, got None"):
+        vr.RoutingClassifier().evaluate(["a"])
+
+
 def test_several_labels_are_not_evaluated_as_one():
     with pytest.raises(ValueError, match="got a classifier with multi_label=True"):
         vr.RoutingClassifier(multi_label=True).evaluate(["a"], [["good"]])

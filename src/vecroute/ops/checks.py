@@ -23,6 +23,12 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
 
 
+def check_bool(name: str, value: object) -> None:
+    """Raise unless value is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r} ({type(value).__name__})")
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise unless value is one of the choices."""
     if value not in choices:
