@@ -15,6 +15,12 @@ def test_a_column_of_labels_is_a_list_of_labels():
     assert found.targets.argmax(-1).tolist() == [0, 1, 0, 1]
 
 
+def test_labels_of_a_generator():
+    found = check_labels((label for label in "abab"), 4)
+    assert found.classes.tolist() == ["a", "b"]
+    assert found.targets.argmax(-1).tolist() == [0, 1, 0, 1]
+
+
 def test_sets_of_labels():
     words = check_label_sets([["good", "dull"], [], ["good"]], 3)
     assert words.classes.tolist() == ["dull", "good"]

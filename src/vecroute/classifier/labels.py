@@ -1,6 +1,6 @@
 """Check texts and labels in all the forms users have them, and convert them for training."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +60,7 @@ def check_labels(y: Any, n: int, name: str = "y") -> Labels:
         ValueError: the number of labels differs, a label is missing, there is only one class, or a class has
             only one example.
     """
+    y = list(y) if isinstance(y, Iterator) else y
     labels = np.asarray(y)
     if labels.dtype.kind in "US" and not hasattr(y, "dtype"):
         labels = np.asarray(y, dtype=object)  # as strings, a missing label would become the class "nan"
