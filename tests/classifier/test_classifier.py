@@ -152,6 +152,10 @@ def test_only_the_classes_asked_for_are_explained(fitted):
     np.testing.assert_allclose(one.phi[..., 0], every.phi[..., 1], atol=1e-5)
     with pytest.raises(ValueError, match=r"classes must be some of \['neg', 'pos'\], got 'other'"):
         fitted.explain("a good film", classes=["other"])
+    with pytest.raises(TypeError, match=r"classes must be a list of some of .*, got 'pos'"):
+        fitted.explain("a good film", classes="pos")
+    with pytest.raises(ValueError, match="classes must be different"):
+        fitted.explain_iter(["a good film"], classes=["pos", "pos"])
 
 
 def test_parameters_as_scikit_learn_wants_them(tiny):
@@ -166,6 +170,26 @@ def test_parameters_as_scikit_learn_wants_them(tiny):
         again.predict(["good"])
     with pytest.raises(NotFittedError):
         again.explain("good")
+
+
+def test_numpy_numbers_are_parameters_like_others(tiny, tmp_path):
+    given = {"batch_size": 8, "max_epochs": 1, "random_state": 3, "stride": 1, "max_length": 20}
+    as_numpy = {name: np.int64(value) for name, value in given.items()}
+    as_numpy |= {"lr": np.float32(0.25), "depths": np.array([0, 2]), "head_options": {"n_hid": np.int64(2)}}
+    given |= {"lr": 0.25, "depths": [0, 2], "head_options": {"n_hid": 2}}
+    some = vr.RoutingClassifier(tiny, **as_numpy, estimate=False).fit(TEXTS, LABELS)
+    same = vr.RoutingClassifier(tiny, **given, estimate=False).fit(TEXTS, LABELS)
+    assert some.encoder_ is same.encoder_
+    assert np.array_equal(some.predict_proba(SOME), same.predict_proba(SOME))
+    some.save_pretrained(tmp_path / "model")
+    again = vr.RoutingClassifier.from_pretrained(tmp_path / "model")
+    assert np.array_equal(again.predict_proba(SOME), same.predict_proba(SOME))
+
+
+@pytest.mark.parametrize(("seed", "error"), [(None, TypeError), (1.5, TypeError), (-1, ValueError)])
+def test_the_seed_is_an_int(tiny, seed, error):
+    with pytest.raises(error, match="random_state must be an int, at least 0, got"):
+        vr.RoutingClassifier(tiny, random_state=seed).fit(TEXTS, LABELS)
 
 
 def test_a_loaded_encoder_is_shared_by_clones(tiny):
@@ -506,6 +530,12 @@ def test_pickled_it_finds_its_encoder_again(fitted):
     data = pickle.dumps(fitted)
     assert len(data) < 200_000
     assert (pickle.loads(data).predict_proba(SOME) == fitted.predict_proba(SOME)).all()
+
+
+def test_pickled_it_can_be_saved(fitted, tmp_path):
+    pickle.loads(pickle.dumps(fitted)).save_pretrained(tmp_path / "model")
+    again = vr.RoutingClassifier.from_pretrained(tmp_path / "model")
+    assert (again.predict_proba(SOME) == fitted.predict_proba(SOME)).all()
 
 
 def test_a_document_of_100000_characters(fitted):

@@ -131,6 +131,12 @@ def test_wrong_arguments(options, message):
         compare(TEXTS, LABELS, **options)
 
 
+def test_few_texts_need_others_to_test_on():
+    message = "test must be texts and labels, because 16 texts of 2 classes are too few to take 0.2"
+    with pytest.raises(ValueError, match=message):
+        compare(["good", "bad"] * 8, ["pos", "neg"] * 8)
+
+
 def test_the_command(tiny, tmp_path, monkeypatch, capfd):
     data = tmp_path / "data.csv"
     pd.DataFrame({"text": TEXTS, "label": LABELS}).to_csv(data, index=False)

@@ -5,11 +5,18 @@ import pytest
 
 import vecroute as vr
 from vecroute.classifier.labels import check_label_sets, check_labels, class_weights
+from vecroute.explain.classes import class_numbers
 from vecroute.explain.samples import check_samples
 
 
 def test_a_column_of_labels_is_a_list_of_labels():
     found = check_labels(np.array([["a"], ["b"], ["a"], ["b"]]), 4)
+    assert found.classes.tolist() == ["a", "b"]
+    assert found.targets.argmax(-1).tolist() == [0, 1, 0, 1]
+
+
+def test_labels_of_a_generator():
+    found = check_labels((label for label in "abab"), 4)
     assert found.classes.tolist() == ["a", "b"]
     assert found.targets.argmax(-1).tolist() == [0, 1, 0, 1]
 
@@ -48,6 +55,11 @@ def test_weights_of_several_labels_are_not_balanced():
         class_weights("balanced", labels, True)
 
 
+def test_texts_without_labels_are_not_evaluated():
+    with pytest.raises(TypeError, match="y must be a label for each text, got None"):
+        vr.RoutingClassifier().evaluate(["a"])
+
+
 def test_several_labels_are_not_evaluated_as_one():
     with pytest.raises(ValueError, match="got a classifier with multi_label=True"):
         vr.RoutingClassifier(multi_label=True).evaluate(["a"], [["good"]])
@@ -68,3 +80,36 @@ def test_samples_where_there_can_be_none(given, message):
     check_samples(0, *given[1:])
     with pytest.raises(ValueError, match=message):
         check_samples(*given)
+
+
+def test_samples_may_be_a_numpy_number():
+    check_samples(np.int64(4))
+
+
+@pytest.mark.parametrize(
+    ("classes", "error", "message"),
+    [
+        ("pos", TypeError, r"classes must be a list of some of \['neg', 'pos'\], got 'pos'"),
+        (1, TypeError, "a list of some of .*, got 1"),
+        (["pos", "other"], ValueError, r"classes must be some of \['neg', 'pos'\], got 'other'"),
+        ([], ValueError, "classes must be at least one of .*, got none"),
+        (["pos", "pos"], ValueError, r"classes must be different, got \['pos', 'pos'\]"),
+        ([1, "pos"], ValueError, r"classes must be different, got \['pos', 'pos'\]"),
+        ([True], ValueError, "got True"),
+        ([2], ValueError, "got 2"),
+        ([-1], ValueError, "got -1"),
+    ],
+    ids=str,
+)
+def test_classes_that_cannot_be_explained(classes, error, message):
+    with pytest.raises(error, match=message):
+        class_numbers(classes, ["neg", "pos"], by_number=True)
+
+
+def test_classes_by_label_and_by_number():
+    assert class_numbers(None, ["neg", "pos"]) is None
+    assert class_numbers(np.array(["pos", "neg"]), ["neg", "pos"]) == [1, 0]
+    assert class_numbers([np.int64(1), "neg"], ["neg", "pos"], by_number=True) == [1, 0]
+    assert class_numbers([7, 3], [3, 7]) == [1, 0]  # labels of a classifier may be numbers
+    with pytest.raises(ValueError, match="got 0"):
+        class_numbers([0], [3, 7])

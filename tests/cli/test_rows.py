@@ -238,10 +238,14 @@ def test_a_device_that_holds_nothing(run, fitted):
         ({"weight_decay": float("inf")}, "weight_decay must be a finite number, at least 0, got inf"),
         ({"drop_inputs": 1.5}, "drop_inputs must be from 0 to less than 1, got 1.5"),
         ({"label_smoothing": -0.1}, "label_smoothing must be from 0 to less than 1, got -0.1"),
+        ({"patience": 0}, "patience must be a positive int, got 0"),
+        ({"mixed_precision": "fp8"}, "mixed_precision must be one of 'auto', 'bf16', 'no', got 'fp8'"),
+        ({"lr": "0.1"}, r"lr must be a number, got '0.1' \(str\)"),
+        ({"label_smoothing": None}, r"label_smoothing must be a number, got None \(NoneType\)"),
     ],
 )
 def test_recipes_that_cannot_be(given, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Recipe(**given)
 
 

@@ -358,6 +358,13 @@ def test_a_module_is_probed_once():
     assert len(calls) == n_calls + 1
 
 
+def test_credit_of_shapes_alone():
+    network = vr.Sequential(vr.PerVector(mlp()), routing(None, 4), routing(4, 2)).to("meta")
+    x_out, phi = network.route(inputs(3, 7, D).to("meta"))
+    assert (x_out.shape, phi.dense().shape) == ((3, 2, D), (3, 7, 2))
+    assert phi.dense().is_meta
+
+
 def test_unknown_modules_are_named():
     x_inp = inputs(2, 6, D)
     attention = nn.TransformerEncoderLayer(D, 1, 8, batch_first=True, dtype=torch.float64).eval()

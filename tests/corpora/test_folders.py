@@ -4,12 +4,14 @@ import csv
 import gzip
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from sklearn.exceptions import NotFittedError
 
 import vecroute as vr
 from tests.helpers.texts import LABELS, TEXTS
@@ -272,6 +274,27 @@ def test_results_of_one_file_may_lie_beside_it(classifier, corpus):
     assert predict_folder(classifier, corpus / "a.parquet", corpus / "out").done == 1
     with pytest.raises(ValueError, match="must lie outside"):
         predict_folder(classifier, corpus / "a.parquet", corpus)
+
+
+def test_pickled_classifiers_find_their_encoder_again(classifier, corpus, tmp_path):
+    pickled = pickle.dumps(classifier)
+    report = predict_folder(pickle.loads(pickled), corpus, tmp_path / "predicted")
+    assert (report.done, report.failed) == (3, {})
+    report = explain_folder(pickle.loads(pickled), corpus, tmp_path / "explained")
+    assert (report.done, report.failed) == (3, {})
+
+
+@pytest.mark.parametrize("given", [{"of": "pixels"}, {"unit": "depth"}], ids=str)
+def test_explanations_that_cannot_be_are_refused_before_work(classifier, corpus, tmp_path, given):
+    ((name, value),) = given.items()
+    with pytest.raises(ValueError, match=f"{name} must be one of .*, got '{value}'"):
+        explain_folder(classifier, corpus, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_classifier_that_is_not_fitted(corpus, tmp_path):
+    with pytest.raises(NotFittedError):
+        predict_folder(vr.RoutingClassifier(), corpus, tmp_path / "out")
 
 
 def test_the_command_line(model, corpus, tmp_path, run):

@@ -1,6 +1,7 @@
 """Words through frozen encoders: they add up in every family, and means over samples are correct."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -224,6 +225,25 @@ class TestExistingModels:
         cases = [
             (model, tokenizer, "", {}, ValueError, "input 0 is ''"),
             (model, tokenizer, ["a", 7], {}, TypeError, "inputs must be texts, input 1 is int"),
+            (model, tokenizer, [], {}, ValueError, "inputs must be one text or a list of texts, got none"),
+            (model, tokenizer, None, {}, TypeError, "one text or a list of texts, got NoneType"),
+            (model, tokenizer, {"a": 1}, {}, TypeError, "one text or a list of texts, got dict"),
+            (
+                model,
+                tokenizer,
+                pd.DataFrame({"text": ["a"]}),
+                {},
+                TypeError,
+                "one text or a list of texts, got DataFrame: give one of its columns",
+            ),
+            (
+                model.bert,
+                tokenizer,
+                "a",
+                {},
+                ValueError,
+                "BertModel must return logits, .*, got BaseModelOutput",
+            ),
             (
                 model,
                 tokenizer,

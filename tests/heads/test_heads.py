@@ -127,6 +127,7 @@ def test_wrong_arguments(arguments, error, message):
     ("option", "error", "message"),
     [
         ({"n_routings": 1}, ValueError, "n_routings must be at least 2, got 1"),
+        ({"gated": "no"}, TypeError, r"gated must be a bool, got 'no' \(str\)"),
         ({"n_cls": 0}, ValueError, "n_cls must be a positive int, got 0"),
         ({"d_mlp": -1}, ValueError, "d_mlp must be a positive int, got -1"),
         ({"d_emb": None}, TypeError, r"d_emb must be a positive int, got None \(NoneType\)"),

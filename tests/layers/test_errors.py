@@ -204,6 +204,15 @@ def test_unknown_choices(value):
         matrix(p_model=value)
 
 
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_options_that_are_true_or_false(value):
+    came = f"got {value!r} ({type(value).__name__})"
+    with raises(TypeError, f"normalize must be a bool, {came}"):
+        vector(normalize=value)
+    with raises(TypeError, f"single_beta must be a bool, {came}"):
+        matrix(single_beta=value)
+
+
 @pytest.mark.parametrize("name", ["A", "F", "G", "S"])
 def test_networks_must_be_callable(name):
     with raises(TypeError, f"{name} must be a module or function, got NoneType"):

@@ -128,6 +128,20 @@ class TestFunctionTransforms:
                 torch.testing.assert_close(got[sample], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_function_transforms_of_packed_samples():
+    layer, x_inp = make("auto"), inputs(3)[0]
+    n, packed = x_inp.shape[1], x_inp.flatten(0, 1)
+    cu_seqlens = torch.arange(4) * n
+
+    def loss(packed):
+        return loss_of(layer(packed, cu_seqlens=cu_seqlens))
+
+    of_packed = grad(loss)(packed).unflatten(0, (3, n))
+    torch.testing.assert_close(of_packed, grad(lambda x_inp: loss_of(layer(x_inp)))(x_inp))
+    together = vmap(lambda packed: layer(packed, cu_seqlens=cu_seqlens))(torch.stack([packed, -packed]))
+    assert_same(together, torch.stack([layer(x_inp), layer(-x_inp)]))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_activation_checkpointing_changes_no_gradient(kind, autocast):

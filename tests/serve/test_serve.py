@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -58,6 +59,11 @@ def test_predictions_are_those_of_the_classifier(client, classifier):
     assert list(answer["probabilities"]) == ["bad", "good", "odd"]
     assert np.allclose(list(answer["probabilities"].values()), expected, atol=1e-6)
     assert answer["label"] == classifier.predict([TEXT])[0]
+
+
+def test_a_pickled_classifier_finds_its_encoder_again(classifier):
+    with TestClient(serve.create_app(pickle.loads(pickle.dumps(classifier)))) as client:
+        assert client.post("/predict", json={"text": TEXT}).json()["label"] == classifier.predict([TEXT])[0]
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -69,6 +69,12 @@ def compare(
     known = check_labels(y, len(texts))
     if test is None:
         train_on, test_on = split(known, test_fraction, 0, False)
+        if not test_on:
+            n, n_cls = len(texts), len(known.classes)
+            raise ValueError(
+                f"test must be texts and labels, because {n} texts of {n_cls} classes are too few to take "
+                f"{test_fraction:g} of them for the test, got None"
+            )
         test = [texts[k] for k in test_on], [y[k] for k in test_on]
         texts, y = [texts[k] for k in train_on], [y[k] for k in train_on]
     tested, truth = check_texts(test[0]), np.array([str(label) for label in test[1]])  # [n]

@@ -219,7 +219,9 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             raise ValueError(
                 "evaluate measures one label for each text, got a classifier with multi_label=True"
             )
-        labels = list(labels_of(X) if y is None and is_dataset(X) else y)
+        if y is None and not is_dataset(X):
+            raise TypeError("y must be a label for each text, got None")
+        labels = list(labels_of(X) if y is None else y)
         probabilities = self.predict_proba(X)  # [n, n_cls]
         if len(labels) != len(probabilities):
             n = len(probabilities)

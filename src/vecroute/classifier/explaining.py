@@ -7,6 +7,7 @@ from vecroute.classifier.parts import ready
 from vecroute.classifier.predicting import scores_of
 from vecroute.classifier.streams import progress_over, windows_of
 from vecroute.encoders.vision import VisionEncoder
+from vecroute.explain.classes import class_numbers
 from vecroute.explain.explanation import Explanation, where_from
 from vecroute.explain.image import N_EXPLAINED, ImageExplanation, explain_image_states, explain_patches
 from vecroute.explain.samples import check_samples
@@ -45,14 +46,7 @@ def explain_iter(
     images = isinstance(encoder, VisionEncoder)
     check_choice("of", of, ("words", "states"))
     check_samples(samples, of, images, by_depth)
-    known = classifier.classes_.tolist()
-    asked = known if classes is None else list(classes)
-    for label in asked:
-        if label not in known:
-            raise ValueError(f"classes must be some of {known}, got {label!r}")
-    if not asked:
-        raise ValueError(f"classes must be at least one of {known}, got none")
-    numbers = None if classes is None else [known.index(label) for label in asked]
+    numbers = class_numbers(classes, classifier.classes_.tolist())
 
     def explanations() -> Iterator[Any]:
         with progress_over(X, "explaining", classifier.verbose) as step:

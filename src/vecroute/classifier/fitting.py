@@ -19,7 +19,7 @@ from vecroute.classifier.labels import (
     examples,
     split,
 )
-from vecroute.classifier.parts import cache_for, encoder_for, new_head
+from vecroute.classifier.parts import as_python, cache_for, encoder_for, new_head
 from vecroute.encoders.cache import Features
 from vecroute.encoders.either import is_of_images
 from vecroute.encoders.entries import text_key
@@ -90,13 +90,20 @@ def check_samples(
 
 def recipe_for(classifier: "RoutingClassifier", n: int) -> Recipe:
     """Return the recipe for n samples."""
-    given = {field.name: getattr(classifier, field.name) for field in fields(Recipe) if field.name != "seed"}
+    names = [field.name for field in fields(Recipe) if field.name != "seed"]
+    given = {name: as_python(getattr(classifier, name)) for name in names}
     for name in ("drop_inputs", "drop_features"):
         if given[name] is None:
             given[name] = getattr(Recipe, name) if classifier.head in CHOOSING else 0.0
     if given["weight_decay"] is None:
         given["weight_decay"] = WEIGHT_DECAY_OF_FEW if n < FEW else Recipe.weight_decay
-    return Recipe(seed=classifier.random_state, **given)
+    seed = as_python(classifier.random_state)
+    expected = f"random_state must be an int, at least 0, got {seed!r}"
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"{expected} ({type(seed).__name__})")
+    if seed < 0:
+        raise ValueError(expected)
+    return Recipe(seed=seed, **given)
 
 
 def features_of(classifier: "RoutingClassifier", texts: list[Any], accelerator: Accelerator) -> Features:

@@ -1,6 +1,6 @@
 """Check texts and labels in every form that ``fit`` accepts, and convert them for training."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from sklearn.utils.class_weight import compute_class_weight  # type: ignore[impo
 from torch import Tensor
 
 from vecroute.io.cells import is_missing, is_whole, shortened
+from vecroute.ops.checks import check_number
 from vecroute.training.recipe import FEW
 
 N_EXAMPLES = 3  # a classifier stores at most this many texts
@@ -61,6 +62,7 @@ def check_labels(y: Any, n: int, name: str = "y") -> Labels:
         ValueError: the number of labels differs, a label is missing, there is only one class, or a class has
             only one example.
     """
+    y = list(y) if isinstance(y, Iterator) else y
     labels = np.asarray(y)
     if labels.dtype.kind in "US" and not hasattr(y, "dtype"):
         labels = np.asarray(y, dtype=object)  # as strings, a missing label would become the class "nan"
@@ -143,6 +145,8 @@ def split(
     A fraction of None means a tenth, or none at all if there are few samples. If the fraction has too few
     samples to measure an accuracy, all samples are used for training.
     """
+    if fraction is not None:
+        check_number("validation_fraction", fraction)
     if fraction is not None and not 0 <= fraction < 1:
         raise ValueError(f"validation_fraction must be from 0 to less than 1, got {fraction}")
     n, n_cls = labels.targets.shape

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
@@ -20,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 def encoder_for(classifier: "RoutingClassifier", device: torch.device) -> Any:
     """Load the encoder. Classifiers with the same encoder and options share it."""
-    depths = None if classifier.depths is None else tuple(classifier.depths)
+    depths = None if classifier.depths is None else tuple(as_python(classifier.depths))
     names = ("revision", "max_length", "stride", "special_tokens")
-    options = {name: getattr(classifier, name) for name in names}
+    options = {name: as_python(getattr(classifier, name)) for name in names}
     return load_encoder(classifier.encoder, device, depths=depths, **options)
 
 
@@ -41,8 +42,19 @@ def cache_for(classifier: "RoutingClassifier", encoder: Any) -> FeatureCache | N
 def new_head(classifier: "RoutingClassifier", encoder: Any, n_cls: int) -> torch.nn.Module:
     """Make an untrained head for the hidden states of an encoder."""
     sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": n_cls}
-    options = classifier.head_options or {}
-    return make_head(classifier.head, seed=classifier.random_state, **sizes, **options)
+    options = as_python(classifier.head_options or {})
+    return make_head(classifier.head, seed=as_python(classifier.random_state), **sizes, **options)
+
+
+def as_python(parameter: Any) -> Any:
+    """Replace NumPy numbers by Python numbers, which JSON has. A grid search often passes NumPy numbers."""
+    if isinstance(parameter, np.generic | np.ndarray):
+        return parameter.tolist()
+    if isinstance(parameter, dict):
+        return {as_python(key): as_python(value) for key, value in parameter.items()}
+    if isinstance(parameter, list | tuple):
+        return [as_python(value) for value in parameter]
+    return parameter
 
 
 def ready(classifier: "RoutingClassifier") -> tuple[Any, Any]:

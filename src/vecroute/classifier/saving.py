@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from vecroute.classifier.card import model_card
 from vecroute.classifier.estimate import Estimate
-from vecroute.classifier.parts import encoder_for, new_head
+from vecroute.classifier.parts import as_python, encoder_for, new_head, ready
 from vecroute.encoders.finding import BUILT_IN, first_line
 from vecroute.encoders.identity import Identity, difference
 from vecroute.encoders.loading import pick_device
@@ -52,14 +52,15 @@ def save_classifier(
         classifier, folder, overwrite, about: see ``RoutingClassifier.save_pretrained``.
         elsewhere: True if the folder goes to another machine. The path of the encoder is then left as given.
     """
+    encoder, _ = ready(classifier)
     folder = Path(os.path.abspath(folder))
-    inside = place_inside(classifier.encoder_.name, folder)
+    inside = place_inside(encoder.name, folder)
     check_place(folder, overwrite, inside)
     config = describe(classifier, about)
     if inside is not None:
         config["encoder"]["name"] = INSIDE + inside.as_posix()
     elif not elsewhere:
-        config["encoder"]["name"] = from_anywhere(classifier.encoder_.name)
+        config["encoder"]["name"] = from_anywhere(encoder.name)
     weights = {name: p.detach().cpu().contiguous() for name, p in classifier.head_.state_dict().items()}
     # Each file holds a checksum of the other, so that a change to one of them is noticed.
     data = save(weights, {"config_sha256": config_sha256(config)})
@@ -148,7 +149,7 @@ def describe(classifier: Any, about: dict) -> dict[str, Any]:
         "format_version": VERSION,
         "vecroute": version("vecroute"),
         "classes": classifier.classes_.tolist(),
-        "params": {name: value for name, value in params.items() if name not in NOT_SAVED},
+        "params": {name: as_python(value) for name, value in params.items() if name not in NOT_SAVED},
         "samples": "images" if hasattr(encoder, "grid") else "texts",
         "encoder": {
             "name": encoder.name,

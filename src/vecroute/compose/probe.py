@@ -26,8 +26,10 @@ def check_independent(name: str, module: Callable[[Tensor], Tensor], x: Tensor, 
         module: [..., i, d] -> [..., i, any further dimensions].
         x: [..., i, d] tells the number, size, dtype and device of the vectors.
         probed: the set that remembers which modules passed.
+
+    Tensors on the meta device hold no values, so there is nothing to probe.
     """
-    if x.shape[:-1].numel() <= 1 or _key("independent", module, x) in probed:
+    if x.is_meta or x.shape[:-1].numel() <= 1 or _key("independent", module, x) in probed:
         return
     with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
         vectors = _vectors(module, x)  # [..., n, d]

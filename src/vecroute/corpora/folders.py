@@ -16,6 +16,7 @@ from vecroute.classifier.parts import ready
 from vecroute.corpora.answers import Answering, class_names, explaining, predicting
 from vecroute.corpora.pictures import copy_images, find_images
 from vecroute.corpora.shards import Columns, check_shards, copy_shard, find_shards
+from vecroute.ops.checks import check_choice
 from vecroute.storage import seal_of, write_file
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ def predict_folder(classifier: Any, data: str | Path, out: str | Path, **options
             columns, no images, or a folder with other results. A file that cannot be read is named in the
             report.
     """
-    if hasattr(classifier.encoder_, "grid"):
+    encoder, _ = ready(classifier)
+    if hasattr(encoder, "grid"):
         return run_images(classifier, data, out, **options)
     return run_folder(classifier, data, out, predicting(classifier), {"what": "predict"}, **options)
 
@@ -74,7 +76,10 @@ def explain_folder(
         of: "words" or "states", as in ``RoutingClassifier.explain``.
         unit: "token", "word", "sentence" or "chunk": what contributions are summed over.
     """
-    if hasattr(classifier.encoder_, "grid"):
+    encoder, _ = ready(classifier)
+    check_choice("of", of, ("words", "states"))
+    check_choice("unit", unit, ("token", "word", "sentence", "chunk"))
+    if hasattr(encoder, "grid"):
         raise ValueError(f"classifier must be of texts to explain {data}, it is of images")
     about = {"what": "explain", "of": of, "unit": unit}
     return run_folder(classifier, data, out, explaining(classifier, of, unit), about, **options)

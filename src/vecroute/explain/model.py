@@ -1,6 +1,6 @@
 """Explain an existing Hugging Face classifier: what each word or patch adds to each of its scores."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from vecroute.compose.contribution import check_complete, completeness_error
 from vecroute.encoders.text import Tokenized, length_batches, position_limit
 from vecroute.encoders.vision import VisionEncoder
+from vecroute.explain.classes import class_numbers
 from vecroute.explain.explanation import Explanation, where_from
 from vecroute.explain.image import N_EXPLAINED, ImageExplanation, places_of
 from vecroute.explain.rows import Rows, TextSplit, rows_of
@@ -51,9 +52,7 @@ def explain_model(
     config: Any = model.config
     labels = {int(j): str(name) for j, name in config.id2label.items()}
     explain = _explain_images if images else _explain_texts
-    outputs = None if classes is None else [_number(label, labels) for label in classes]
-    if outputs == []:
-        raise ValueError(f"classes must be at least one of {list(labels.values())}, got none")
+    outputs = class_numbers(classes, [labels[j] for j in sorted(labels)], by_number=True)
     single = is_image(inputs) if images else isinstance(inputs, str)
     found = explain(model, processor, [inputs] if single else inputs, outputs, samples)
     several = config.problem_type == "multi_label_classification"
@@ -66,14 +65,6 @@ def explain_model(
         kind: Any = ImageExplanation if images else Explanation
         explained.append(kind(**fields, **names, multi_label=several, about=about))
     return explained[0] if single else explained
-
-
-def _number(label: Any, labels: dict[int, str]) -> int:
-    """Return the number of a class, given by its label or its number."""
-    for j, name in labels.items():
-        if label == name or (isinstance(label, int) and not isinstance(label, bool) and label == j):
-            return j
-    raise ValueError(f"classes must be some of {list(labels.values())}, got {label!r}")
 
 
 def _explain_texts(model: Any, tokenizer: Any, inputs: Any, outputs: list[int] | None, samples: int):
@@ -100,14 +91,14 @@ def tokenize(model: Any, tokenizer: Any, inputs: Any) -> list[Tokenized]:
     """Tokenize texts, each in one chunk.
 
     Raises:
-        TypeError: an input is not a text, or the tokenizer has no character offsets.
-        ValueError: a text is empty or longer than the model allows.
+        TypeError: inputs are not texts, or the tokenizer has no character offsets.
+        ValueError: there is no text, or one is empty or longer than the model allows.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise TypeError(
             f"processor must be an image processor or a fast tokenizer, got {type(tokenizer).__name__}"
         )
-    texts, limit = list(inputs), position_limit(model, tokenizer)
+    texts, limit = text_list(inputs), position_limit(model, tokenizer)
     for k, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"inputs must be texts, input {k} is {type(text).__name__}")
@@ -125,6 +116,27 @@ def tokenize(model: Any, tokenizer: Any, inputs: Any) -> list[Tokenized]:
     return found
 
 
+def text_list(inputs: Any) -> list[Any]:
+    """Return several inputs as a list. Refuse what has other things than texts as its elements."""
+    expected = "inputs must be one text or a list of texts"
+    if hasattr(inputs, "columns"):  # a data frame, whose elements are the names of its columns
+        raise TypeError(f"{expected}, got {type(inputs).__name__}: give one of its columns")
+    if not isinstance(inputs, Iterable) or isinstance(inputs, Mapping | bytes):
+        raise TypeError(f"{expected}, got {type(inputs).__name__}")
+    texts = list(inputs)
+    if not texts:
+        raise ValueError(f"{expected}, got none")
+    return texts
+
+
+def logits_of(output: Any, name: str) -> Tensor:
+    """Return the scores [b, n_cls] in the output of a model."""
+    if getattr(output, "logits", None) is None:
+        expected = "as a model for sequence or image classification does"
+        raise ValueError(f"{name} must return logits, {expected}, got {type(output).__name__}")
+    return output.logits
+
+
 def _split_logits(
     model: Any, tokenizer: Any, texts: Sequence[Tokenized], outputs: Sequence[int], rows: Sequence[Rows]
 ) -> list[TextSplit]:
@@ -139,7 +151,7 @@ def _split_logits(
         attended = (torch.arange(longest, device=device) < lengths).long()  # [b, n]
 
         def call(ids: Tensor = ids, attended: Tensor = attended) -> list[Tensor]:
-            return [model(input_ids=ids, attention_mask=attended).logits]
+            return [logits_of(model(input_ids=ids, attention_mask=attended), name)]
 
         values, base, scores = split_scores(call, source, name, outputs)
         for b, k in enumerate(which):
@@ -199,7 +211,7 @@ def _explain_images(model: Any, processor: Any, inputs: Any, outputs: list[int] 
         pixels = grid.pixels([picture]).to(model.device, model.dtype)  # [1, channels, height, width]
 
         def call(pixels: Tensor = pixels) -> list[Tensor]:
-            return [model(pixel_values=pixels).logits]
+            return [logits_of(model(pixel_values=pixels), grid.name)]
 
         chosen = outputs or list(range(n_cls))
         if outputs is None and n_cls > N_EXPLAINED:

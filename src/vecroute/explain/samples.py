@@ -6,6 +6,7 @@ score of the full text. The difference is called *not explained*.
 """
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from vecroute.explain.segment import locate, words
 
 def check_samples(samples: Any, of: str = "words", images: bool = False, by_depth: bool = False) -> None:
     """Check that samples is an even number, and 0 if there are no words to leave out."""
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0 or samples % 2:
+    if isinstance(samples, bool) or not isinstance(samples, Integral) or samples < 0 or samples % 2:
         raise ValueError(f"samples must be an even number, 0 for none, got {samples!r}")
     if samples and of != "words":
         raise ValueError(f"samples must be 0 unless of='words', got {samples} with of={of!r}")

@@ -8,7 +8,7 @@ from vecroute.compose.members import Each, Members
 from vecroute.compose.modules import NetworkHead, PerVector, Sequential, checked_group_of, group_of
 from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
 from vecroute.layers import Routed, VectorRouting
-from vecroute.ops.checks import check_size
+from vecroute.ops.checks import check_bool, check_size
 from vecroute.ops.group import announced
 
 
@@ -71,6 +71,7 @@ class RoutingHead(NetworkHead):
             check_size(name, value)
         if d_mlp != 0:  # 0 means no MLPs
             check_size("d_mlp", d_mlp)
+        check_bool("gated", gated)
         if n_routings < 2:
             raise ValueError(f"n_routings must be at least 2, got {n_routings}")
         self.d_emb, self.depth, self.n_cls, self.n_members = d_emb, depth, n_cls, n_members

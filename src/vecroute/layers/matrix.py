@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.layers.common import ANY_LENGTH
-from vecroute.ops.checks import check_choice, check_float_tensor, check_masks, check_size
+from vecroute.ops.checks import check_bool, check_choice, check_float_tensor, check_masks, check_size
 from vecroute.ops.common import compute_dtype, log_f, masked_softmax, used_pairs, without_autocast
 
 
@@ -70,6 +70,7 @@ class MatrixRouting(nn.Module):
             check_size(name, value)
         check_size("n_iters", n_iters)
         check_choice("p_model", p_model, ("gaussian", "skm"))
+        check_bool("single_beta", single_beta)
         self.n_inp, self.n_out, self.d_cov, self.d_inp, self.d_out = n_inp, n_out, d_cov, d_inp, d_out
         self.n_iters, self.p_model, self.single_beta = n_iters, p_model, single_beta
         like = {"device": device, "dtype": dtype}

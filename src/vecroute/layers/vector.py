@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vecroute import ops
 from vecroute.layers.common import ANY_LENGTH, Routed, reset_betas
 from vecroute.layers.converge import Converge, Convergence, check_n_iters, fixed_point, not_compiled
-from vecroute.ops.checks import check_choice, check_masks, check_size, check_vectors
+from vecroute.ops.checks import check_bool, check_choice, check_masks, check_size, check_vectors
 from vecroute.ops.common import Iteration, Weights, normalize
 from vecroute.ops.group import local_rows, local_weights, together
 from vecroute.ops.reference import route_reference
@@ -61,8 +61,7 @@ class VectorRouting(nn.Module):
             check_size(name, value)
         check_n_iters(n_iters)
         check_choice("implementation", implementation, ops.IMPLEMENTATIONS)
-        if not isinstance(normalize, bool):
-            raise TypeError(f"normalize must be a bool, got {normalize!r} ({type(normalize).__name__})")
+        check_bool("normalize", normalize)
         self.n_inp, self.n_out, self.d_inp, self.d_out = n_inp, n_out, d_inp, d_out
         self.n_iters, self.normalize, self.implementation = n_iters, normalize, implementation
         self.prior = 1 / n_out

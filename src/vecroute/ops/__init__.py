@@ -177,11 +177,10 @@ def has_forward_mode() -> bool:
 
 def choose(x_inp: Tensor, cu_seqlens: Tensor | None) -> str:
     """Return the implementation that ``auto`` stands for."""
-    if cu_seqlens is None:
-        if is_exporting():
-            return "reference"  # plain operators, which every runtime has
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            return "reference"  # torch.func cannot transform operators with a custom backward
+    if cu_seqlens is None and is_exporting():
+        return "reference"  # plain operators, which every runtime has
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return "reference"  # torch.func cannot transform operators with a custom backward
     if has_forward_mode():
         return "reference"
     return "fused" if x_inp.is_cuda and why_not_fused(x_inp) is None else "chunked"

@@ -1,6 +1,6 @@
 """Check arguments. Each error names the argument, what was expected and what was given."""
 
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -15,6 +15,18 @@ def check_size(name: str, value: object, *, none_means: str | None = None) -> No
         raise TypeError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
     if value < 1:
         raise ValueError(f"{name} must be {expected}, got {value}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise unless value is a number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise unless value is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r} ({type(value).__name__})")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

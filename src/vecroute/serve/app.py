@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from torch import nn
 
+from vecroute.classifier.parts import ready
 from vecroute.explain.explanation import UNITS
 from vecroute.explain.html import STYLE, environment
 from vecroute.explain.image import ImageExplanation
@@ -108,10 +109,11 @@ def create_app(
             In this attack, another site lets its own host name point at this machine, so that its pages can
             reach the server.
     """
-    limits, images = limits or Limits(), hasattr(classifier.encoder_, "grid")
+    encoder, _ = ready(classifier)
+    limits, images = limits or Limits(), hasattr(encoder, "grid")
     classifier.predict_proba([np.zeros((8, 8, 3), np.uint8)] if images else ["warm up"])
     answers, sample = Answers(classifier, name), "an image" if images else "a text"
-    if isinstance(network := getattr(classifier.encoder_, "model", None), nn.Module):
+    if isinstance(network := getattr(encoder, "model", None), nn.Module):
         cut_into_pieces(network)
     batcher = Batcher(answers.answer, max_jobs=limits.max_batch, max_waiting=limits.max_waiting)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from vecroute.ops.checks import check_size
+from vecroute.ops.checks import check_choice, check_number, check_size
 
 # The default number of epochs: about 1000 steps, in 3 to 20 epochs. With little data, up to 100 epochs, to
 # reach 150 steps, or 50 steps per class: with many classes, a step teaches little about each of them.
@@ -59,12 +59,16 @@ class Recipe:
         if self.max_epochs is not None:
             check_size("max_epochs", self.max_epochs)
         check_size("batch_size", self.batch_size)
-        for name in ("lr", "weight_decay", "mixup", "patience"):
+        check_size("patience", self.patience)
+        check_choice("mixed_precision", self.mixed_precision, ("auto", "bf16", "no"))
+        for name in ("lr", "weight_decay", "mixup"):
             value = getattr(self, name)
+            check_number(name, value)
             if not (math.isfinite(value) and value >= 0) or (name == "lr" and not value):
                 what = "more than 0" if name == "lr" else "at least 0"
                 raise ValueError(f"{name} must be a finite number, {what}, got {value}")
         for name in ("drop_inputs", "drop_features", "label_smoothing"):
+            check_number(name, getattr(self, name))
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be from 0 to less than 1, got {getattr(self, name)}")
 
