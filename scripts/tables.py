@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 from table_rows import ROOT, commits, commits_line
-from tables_accuracy import accuracy, accuracy_short, images_accuracy
+from tables_accuracy import accuracy, accuracy_short, images_accuracy, little_data
 from tables_explanations import (
     agreement,
     faithfulness,
     faithfulness_short,
     faithfulness_words,
     images_maps,
+    planted,
     shap,
 )
 from tables_scale import billion, corpus, killed, paper_claims, sharded
@@ -51,11 +52,13 @@ TABLES = {
     "heads": heads,
     "images-accuracy": images_accuracy,
     "images-maps": images_maps,
+    "little-data": little_data,
     "million": million,
     "billion": billion,
     "corpus": corpus,
     "killed": killed,
     "paper-claims": paper_claims,
+    "planted": planted,
     "out-of-core-cpu": lambda: out_of_core("cpu"),
     "out-of-core-gpu": lambda: out_of_core("gpu"),
     "serve": serve,

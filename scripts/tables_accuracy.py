@@ -1,6 +1,8 @@
 """Tables of test accuracy, for texts and for images."""
 
-from table_rows import TASKS, row, rows, table
+import statistics
+
+from table_rows import TASKS, Row, row, rows, table
 
 HEADS = {  # heads of accuracy_summary.csv and their names for readers, best first
     "routing": "**routing** (`RoutingHead`)",
@@ -75,3 +77,48 @@ def images_accuracy() -> str:
         difference = f"{ahead[0]} ({ahead[1]} to {ahead[2]})" if ahead else ""
         lines.append((name, f"{int(seeds[-1]['parameters']):,}", top_1, difference, f"{top_5:.2f}"))
     return table("head | parameters | top 1 | `wide` ahead by | top 5", lines)
+
+
+CORPORA = {
+    "sentences": "SST-2",
+    "reviews": "IMDB, first 200 words",
+    "grades": "SST-5",
+    "words": "removed words",
+    "topics": "made-up topics",
+}
+
+
+def little_data() -> str:
+    """Tabulate classifiers of few texts: accuracy beside logistic regression, calibration, and estimates."""
+    lines = []
+    for corpus, name in CORPORA.items():
+        found = rows("little_data", corpus=corpus)
+        for n in sorted({int(one["n"]) for one in found}):
+            draws = [one for one in found if one["n"] == str(n)]
+            lines.append((f"{n:,} of {name}", draws[0]["classes"], str(len(draws)), *few_texts(draws)))
+    columns = "texts | classes | draws | accuracy, % | logistic regression, % | ahead by (standard error) | "
+    columns += "confidence less accuracy | calibration error | the same at T = 1 | estimate holds"
+    return table(columns, lines)
+
+
+def few_texts(draws: list[Row]) -> list[str]:
+    """Return the cells of one corpus and number of texts: means over the draws."""
+
+    def values(name: str) -> list[float]:
+        return [float(one[name]) for one in draws]
+
+    accuracy, logistic = values("accuracy"), values("logistic")
+    ahead = [100 * (ours - theirs) for ours, theirs in zip(accuracy, logistic, strict=True)]
+    error = statistics.stdev(ahead) / len(ahead) ** 0.5 if len(ahead) > 1 else float("nan")
+    sure = statistics.mean(values("confidence")) - statistics.mean(accuracy)
+    bounds = zip(values("low"), accuracy, values("high"), strict=True)
+    held = sum(low <= right <= high for low, right, high in bounds)
+    return [
+        f"{100 * statistics.mean(accuracy):.1f}",
+        f"{100 * statistics.mean(logistic):.1f}",
+        f"{statistics.mean(ahead):+.1f} ({error:.1f})",
+        f"{sure:+.3f}",
+        f"{statistics.mean(values('calibration_error')):.3f}",
+        f"{statistics.mean(values('calibration_error_at_1')):.3f}",
+        f"{held} of {len(draws)}",
+    ]

@@ -153,3 +153,15 @@ def images_maps() -> str:
         lines.append((method, *cells))
     head = "method | deletion | states ahead by | insertion | states ahead by"
     return table(f"{head} | seconds, alone | in a batch of 100", lines)
+
+
+def planted() -> str:
+    """Tabulate how often a method names the word first that alone decides the class."""
+    lines = []
+    for method in dict.fromkeys(one["method"] for one in read("planted", {"task": "word"})):
+        found = rows("planted", task="word", method=method)
+        first = [100 * float(one["all_first"]) for one in found]
+        texts = f"{sum(int(one['texts']) for one in found):,}"
+        cells = (method, str(len(found)), texts, f"{sum(first) / len(first):.1f}", f"{min(first):.1f}")
+        lines.append(cells)
+    return table("method | seeds | texts | planted word first, % | worst seed, %", lines)

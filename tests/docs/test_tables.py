@@ -10,6 +10,7 @@ from tests.helpers.paths import ROOT
 sys.path.append(str(ROOT / "scripts"))
 import table_rows
 import tables
+import tables_accuracy
 
 
 @pytest.mark.parametrize("page", tables.documents(), ids=lambda page: page.name)
@@ -94,3 +95,18 @@ def test_a_table_without_a_marker_is_found():
     assert unmarked_tables(f"text\n\n{table}") == ["| size | time |"]
     assert unmarked_tables(f"text\n\n<!-- by hand: a profile -->\n{table}") == []
     assert unmarked_tables(f"<!-- table: shap -->\n{table}<!-- end of table -->\n") == []
+
+
+def test_few_texts_are_means_over_draws():
+    names = (
+        "accuracy",
+        "logistic",
+        "confidence",
+        "calibration_error",
+        "calibration_error_at_1",
+        "low",
+        "high",
+    )
+    draws = [(0.6, 0.5, 0.7, 0.02, 0.2, 0.5, 0.65), (0.7, 0.7, 0.7, 0.04, 0.3, 0.71, 0.8)]
+    found = tables_accuracy.few_texts([dict(zip(names, map(str, draw), strict=True)) for draw in draws])
+    assert found == ["65.0", "60.0", "+5.0 (5.0)", "+0.050", "0.030", "0.250", "1 of 2"]
