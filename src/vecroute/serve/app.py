@@ -109,11 +109,12 @@ def create_app(
             In this attack, another site lets its own host name point at this machine, so that its pages can
             reach the server.
     """
-    encoder, _ = ready(classifier)
-    limits, images = limits or Limits(), hasattr(encoder, "grid")
+    if not hasattr(classifier, "encoder_"):  # pickles hold no encoder
+        ready(classifier)
+    limits, images = limits or Limits(), hasattr(classifier.encoder_, "grid")
     classifier.predict_proba([np.zeros((8, 8, 3), np.uint8)] if images else ["warm up"])
     answers, sample = Answers(classifier, name), "an image" if images else "a text"
-    if isinstance(network := getattr(encoder, "model", None), nn.Module):
+    if isinstance(network := getattr(classifier.encoder_, "model", None), nn.Module):
         cut_into_pieces(network)
     batcher = Batcher(answers.answer, max_jobs=limits.max_batch, max_waiting=limits.max_waiting)
 
