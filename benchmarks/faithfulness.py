@@ -8,6 +8,7 @@ are paired by text and seed. corpora.py says what is in DATA.
 """
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,22 +109,31 @@ def judged(reader: Reader, text: str, rows: list[dict[str, Any]]) -> None:
 
 
 def make_summary(results: Path) -> None:
-    """Write words.csv and words.png: the mean of each measure, and its difference from ``OURS``."""
+    """Write words.csv and words.png: the mean of each measure, and its difference from ``OURS``.
+
+    Heads of several seeds explain the same texts. So each text counts once, with its mean over the seeds.
+    """
     rows = pandas.read_csv(results / "words_texts.csv")
     summary = []
     for (task, device), own in rows.groupby(["task", "device"], sort=False):
-        told = summarize(own.drop(columns="task").to_dict("records"), measures=measures(own))
+        told = summarize(over_seeds(own, measures(own)), measures=measures(own))
         summary += [{"task": task, "of": "mean", **row, "device": device} for row in told]
         ours = own[own.method == OURS].set_index(["seed", "text"])
         for method, other in own[own.method != OURS].groupby("method", sort=False):
             both = other.set_index(["seed", "text"])[list(COMPARED)]
             ahead = (ours[list(COMPARED)] - both).dropna(how="all").reset_index().assign(method=method)
-            told = summarize(ahead.to_dict("records"), measures=COMPARED)
+            told = summarize(over_seeds(ahead, COMPARED), measures=COMPARED)
             summary += [{"task": task, "of": f"{OURS} less this", **row, "device": device} for row in told]
     path = results / "words.csv"
     path.unlink(missing_ok=True)
     common.append(path, summary)
     plot(pandas.DataFrame([row for row in summary if row["of"] == "mean"]), results)
+
+
+def over_seeds(rows: pandas.DataFrame, measures: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the mean of each measure over the seeds, a row for each method and text."""
+    means = rows.groupby(["method", "text"], sort=False)[list(measures)].mean()
+    return means.reset_index().to_dict("records")
 
 
 def measures(rows: pandas.DataFrame) -> list[str]:

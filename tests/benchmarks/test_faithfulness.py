@@ -51,6 +51,7 @@ def test_rows_resume_and_differences_are_paired(data, tmp_path):
     means = rows.groupby("method").comprehensiveness.mean()
     told = ahead[ahead.measure == "comprehensiveness"]["mean"].item()
     assert told == pytest.approx(means["words"] - means["random"], rel=1e-3)
+    assert summary.texts.max() == 4  # a text that two seeds explain counts once
     assert (tmp_path / "words.png").stat().st_size > 0
 
 
