@@ -48,7 +48,6 @@ TABLES = {
     "faithfulness-short": faithfulness_short,
     "faithfulness-sst2": lambda: faithfulness("sst2"),
     "faithfulness-words": lambda: faithfulness_words("sst2"),
-    "faithfulness-words-2000": lambda: faithfulness_words("sst2-2000"),
     "heads": heads,
     "images-accuracy": images_accuracy,
     "images-maps": images_maps,
