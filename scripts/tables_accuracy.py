@@ -109,14 +109,14 @@ def few_texts(draws: list[Row]) -> list[str]:
 
     accuracy, logistic = values("accuracy"), values("logistic")
     ahead = [100 * (ours - theirs) for ours, theirs in zip(accuracy, logistic, strict=True)]
-    error = statistics.stdev(ahead) / len(ahead) ** 0.5 if len(ahead) > 1 else float("nan")
+    error = f" ({statistics.stdev(ahead) / len(ahead) ** 0.5:.1f})" if len(ahead) > 1 else ""
     sure = statistics.mean(values("confidence")) - statistics.mean(accuracy)
     bounds = zip(values("low"), accuracy, values("high"), strict=True)
     held = sum(low <= right <= high for low, right, high in bounds)
     return [
         f"{100 * statistics.mean(accuracy):.1f}",
         f"{100 * statistics.mean(logistic):.1f}",
-        f"{statistics.mean(ahead):+.1f} ({error:.1f})",
+        f"{statistics.mean(ahead):+.1f}{error}",
         f"{sure:+.3f}",
         f"{statistics.mean(values('calibration_error')):.3f}",
         f"{statistics.mean(values('calibration_error_at_1')):.3f}",
