@@ -248,7 +248,7 @@ def test_many_classes(tiny):
 
 def test_any_number_of_labels(tiny):
     y = [{word for word in text.split() if word in GOOD + BAD + SUBJECTS} for text in TEXTS]
-    classifier = vr.RoutingClassifier(tiny, max_epochs=15, multi_label=True, **SMALL).fit(TEXTS, y)
+    classifier = vr.RoutingClassifier(tiny, max_epochs=30, multi_label=True, **SMALL).fit(TEXTS, y)
     assert classifier.classes_.tolist() == sorted(GOOD + BAD + SUBJECTS)
     table = classifier.predict(TEXTS)
     assert table.shape == (120, 14)

@@ -34,7 +34,7 @@ def test_a_dataset_is_its_columns(tiny):
     assert found.predict(dataset(text="words")).tolist() == expected.predict(TEXTS).tolist()
     assert found.score(dataset()) == expected.score(TEXTS, LABELS)
     assert fit(tiny, dataset(text="words", label="stars")).score(dataset()) == found.score(dataset())
-    assert found.transform(dataset()).shape == (120, 64)
+    assert found.transform(dataset()).shape == (120, 192)
 
 
 def test_splits_are_learned_from_validated_on_and_predicted(tiny):

@@ -24,8 +24,8 @@ def fitted(tiny, **options):
 @pytest.mark.parametrize(
     ("head", "options", "k"),
     [
-        ("routing", {"n_hid": 3, "d_hid": 5}, 15),
-        ("routing", {}, 64),
+        ("routing", {"n_hid": 3, "d_hid": 5, "n_members": 1}, 15),
+        ("routing", {}, 192),
         ("routing", {"n_members": 2}, 128),
         ("mean_all", {}, 48),
         ("probe_4", {}, 64),
@@ -41,8 +41,8 @@ def test_the_last_layer_of_the_head_reads_the_vectors(tiny, head, options, k):
     with torch.no_grad():
         if head == "routing":
             last = classifier.head_.network[-1]
-            if options.get("n_members", 1) > 1:
-                hidden = torch.from_numpy(vectors).unflatten(1, (2, 4, 16)).movedim(1, 0)  # [2, 5, 4, 16]
+            if (m := classifier.head_.n_members) > 1:
+                hidden = torch.from_numpy(vectors).unflatten(1, (m, 4, 16)).movedim(1, 0)  # [m, 5, 4, 16]
                 scores = last[-1](hidden)[..., 0].mean(0)  # [5, 2]
             else:
                 hidden = torch.from_numpy(vectors).unflatten(1, (last.n_inp, last.d_inp))  # [5, n_hid, d_hid]
@@ -58,7 +58,7 @@ def test_a_classifier_stands_in_a_pipeline(tiny, tmp_path):
     pipeline = make_pipeline(first, LogisticRegression())
     assert clone(pipeline).fit(TEXTS, LABELS).score(TEXTS, LABELS) > 0.9
     classifier = pipeline.fit(TEXTS, LABELS)[0]
-    assert pipeline[:-1].get_feature_names_out()[-1] == "routingclassifier63"
+    assert pipeline[:-1].get_feature_names_out()[-1] == "routingclassifier191"
     framed = classifier.set_output(transform="pandas").transform(TEXTS[:2])
     assert framed.columns.tolist() == classifier.get_feature_names_out().tolist()
     classifier.save_pretrained(tmp_path / "model")

@@ -36,7 +36,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         revision: revision of the encoder on the hub.
         depths, max_length, stride, special_tokens: see ``vecroute.encoders.TextEncoder``.
         head: "routing", "wide" or "paper", or a baseline without credit; see ``vecroute.heads``.
-        head_options: options of the head, see ``vecroute.RoutingHead``.
+        head_options: options of the head, see ``vecroute.RoutingHead``. The head "routing" has three members,
+            unless the options say otherwise.
         max_epochs, batch_size, lr, mixup, label_smoothing, patience, mixed_precision, shard_inputs: see
             ``vecroute.training.Recipe``.
         weight_decay: see ``Recipe``. None means 0.5, or 2 if there are fewer than 1000 texts.
