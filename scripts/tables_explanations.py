@@ -82,8 +82,13 @@ def faithfulness_short() -> str:
     return table(f"{head} | correlation with leaving a token out | time, words = 1", lines)
 
 
-def faithfulness_words(task: str) -> str:
-    """Tabulate every method on one task: means, and how far words are ahead, with paired intervals."""
+def faithfulness_words(task: str, texts: str) -> str:
+    """Tabulate every method on one task: means, and how far words are ahead, with paired intervals.
+
+    Args:
+        task: name of the task in the rows.
+        texts: what the table calls its texts.
+    """
     lines = []
     for method in dict.fromkeys(found["method"] for found in rows("words", task=task, of="mean")):
         cells = []
@@ -92,7 +97,7 @@ def faithfulness_words(task: str) -> str:
             cells += [f"{own:.3f}", f"{words - own:+.3f} ({interval})" if interval else ""]
         own, words, _ = beside_words(task, method, "seconds")
         lines.append((method, texts_of(task, method), *cells, f"{own / words:.2g}"))
-    head = "method | sentences | comprehensiveness | words less this | sufficiency | words less this"
+    head = f"method | {texts} | comprehensiveness | words less this | sufficiency | words less this"
     return table(f"{head} | leave one out | words less this | time, words = 1", lines)
 
 
