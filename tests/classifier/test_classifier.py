@@ -323,6 +323,15 @@ def test_validation_of_ones_own(tiny):
     assert classifier.n_texts_ == {"train": 100, "validation": 20}
 
 
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_a_label_of_validation_alone_is_refused(tiny, multi_label):
+    new = [*LABELS[100:118], "typo", "typo"]
+    y, y_valid = ([[label] for label in y] if multi_label else y for y in (LABELS[:100], new))
+    classifier = vr.RoutingClassifier(tiny, max_epochs=1, multi_label=multi_label)
+    with pytest.raises(ValueError, match="validation must have labels of y alone, got 'typo'"):
+        classifier.fit(TEXTS[:100], y, validation=(TEXTS[100:], y_valid))
+
+
 def test_the_split_keeps_the_share_of_every_class():
     found = labels.check_labels(["a"] * 80 + ["b"] * 20, 100)
     train, valid = labels.split(found, 0.1, 0, False)

@@ -280,6 +280,17 @@ def test_explain_in_the_terminal_as_json_and_as_a_page(run, fitted, tmp_path):
     assert run("explain", fitted, "--json", stdin=text.encode()).out.count("\n") == 1
 
 
+def test_explain_with_samples(run, fitted, tmp_path):
+    text = "a good, witty film"
+    plain, sampled = (json.loads(run("explain", fitted, text, "--json", "--samples", k).out) for k in (0, 4))
+    assert plain["parts"] != sampled["parts"]
+    for name in ("neg", "pos"):
+        total = sum(part["values"][name] for part in sampled["parts"])
+        total += sampled["base_values"][name] + sampled["not_explained"][name]
+        assert total == pytest.approx(plain["scores"][name], abs=1e-4)
+    assert run("explain", fitted, text, "--samples", 4, "--html", tmp_path / "why.html").code == 0
+
+
 def test_a_document_of_100000_characters_goes_through_every_command(run, fitted, tmp_path):
     text = (LONG * 101)[:100_000].strip()
     pd.DataFrame({"review": [text, "good"], "stars": ["pos", "pos"]}).to_csv(tmp_path / "long.csv")
@@ -440,6 +451,11 @@ def test_another_encoder(run, fitted, data, tmp_path):
         (["explain"], b"", "there is no text: give one, or lines on standard input"),
         (["explain", "good", " "], b"", "text 2 is empty"),
         (["explain", "good", "bad", "--html", "why.html"], b"", "--html takes one text, got 2"),
+        (["explain", "good", "--samples", "3"], b"", "--samples must be an even number, 0 for none, got 3"),
+        (["explain", "good", "--samples", "-2"], b"", "--samples must be an even number, 0 for none, got -2"),
+        (["explain", "good", "--samples", "2", "--of", "states"], b"", "must be 0 unless --of words"),
+        (["explain", "good", "--samples", "2", "--by", "depth"], b"", "--samples must be 0 with --by depth"),
+        (["explain", "--samples", "2", "--data", "a", "--out", "b"], b"", "--samples is for single texts"),
         (["explain", "good", "--class", "x"], b"", "--class must be one of 'neg', 'pos', got 'x'"),
     ],
 )  # fmt: skip

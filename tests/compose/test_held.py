@@ -134,7 +134,6 @@ def test_a_network_may_mix_modules_and_routings():
         (lambda x: x @ x.mT, "matmul"),
         (lambda x: x / (1 + x.abs()), "div"),
         (lambda x: torch.fft.fft(x).real, "fft_fft"),
-        (lambda x: x.softmax(-1), "softmax"),
         (lambda x: x if x.sum() > 0 else 2 * x, "__bool__"),
         (lambda x: x * x.sum().item(), "item"),
         (lambda x: nnf.scaled_dot_product_attention(x, x, x, dropout_p=0.5), "dropout"),
@@ -143,6 +142,23 @@ def test_a_network_may_mix_modules_and_routings():
 )
 def test_what_no_rule_holds_is_named(module, named):
     with pytest.raises(ValueError, match=rf"cannot be split into contributions: .*{named}.*\.detach\(\)"):
+        vr.contributions(module, randn(2, 5, D))
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        (lambda x: x.mean(-2).softmax(-1), "softmax"),
+        (lambda x: nnf.softmax(x.mean(-2), -1), "softmax"),
+        (lambda x: 2 * x.mean(-2).softmax(-1), "softmax"),
+        (lambda x: x.mean(-2).softmax(-1).log(), "softmax"),
+        (lambda x: x.mean(-2).sigmoid(), "sigmoid"),
+        (lambda x: x.norm(dim=-1).softmax(-1) * x.mean((-2, -1)).sigmoid()[..., None], "softmax"),
+    ],
+)
+def test_a_module_that_ends_in_probabilities_is_told_to_return_scores(module, named):
+    message = f"cannot be split into contributions: .*{named}.*return the scores before {named}"
+    with pytest.raises(ValueError, match=message):
         vr.contributions(module, randn(2, 5, D))
 
 

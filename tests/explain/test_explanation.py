@@ -168,6 +168,8 @@ class TestOutputs:
         assert explanation.margin("a").output_names == ["a - b"]
         with pytest.raises(ValueError, match="margin needs two classes, this explains 'a' alone"):
             explanation["a"].margin()
+        with pytest.raises(ValueError, match="margin needs two different classes, got 'a' and 'a'"):
+            explanation.margin("a", "a")
 
 
 class TestAggregate:

@@ -277,6 +277,12 @@ class TestExistingModels:
         with pytest.raises(ValueError, match=r"BertForSequenceClassification cannot be split.*: sin is not"):
             vr.explain_model(model, tokenizer, "a good film")
 
+    def test_a_model_that_returns_probabilities_is_told_to_return_scores(self, tmp_path):
+        model, tokenizer = save_classifier(tmp_path, "bert")
+        model.classifier = torch.nn.Sequential(model.classifier, torch.nn.Softmax(-1))
+        with pytest.raises(ValueError, match=r"softmax.*return the scores before softmax"):
+            vr.explain_model(model, tokenizer, "a good film")
+
 
 @pytest.mark.slow
 def test_minilm_on_many_texts():

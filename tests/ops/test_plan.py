@@ -130,6 +130,15 @@ def test_rows_of_chunks_count_the_columns_that_there_are(variable, masked, keep)
                     assert columns.n == n_results(p.plan, first, adds_up)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "why"),
+    [("auto", "implementation='auto', and x_inp is on cpu"), ("chunked", "implementation='chunked'")],
+)
+def test_a_printed_plan_tells_why_a_call_is_chunked(implementation, why):
+    layer = vr.VectorRouting(n_inp=None, n_out=4, d_inp=16, d_out=16, implementation=implementation)
+    assert f"path: chunked ({why}" in str(layer.plan(torch.empty(3, 50, 16)))
+
+
 def test_a_printed_plan_tells_path_reason_memory_and_kernels():
     layer = vr.VectorRouting(n_inp=None, n_out=4, d_inp=16, d_out=16, implementation="fused")
     text = str(layer.plan(torch.empty(3, 50, 16), input_mask=torch.ones(3, 50, dtype=torch.bool)))

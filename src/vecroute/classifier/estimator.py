@@ -175,7 +175,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             validation: texts and labels, or a dataset, for validation instead of a part of X.
 
         Raises:
-            ValueError, TypeError: texts or labels are missing or empty, or there is only one class.
+            ValueError, TypeError: texts or labels are missing or empty, there is only one class, or
+                validation has a label that y does not have.
         """
         fit_classifier(self, X, y, validation)
         return self

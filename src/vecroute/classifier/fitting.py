@@ -15,6 +15,7 @@ from vecroute.classifier.labels import (
     check_label_sets,
     check_labels,
     check_texts,
+    check_validation_labels,
     class_weights,
     examples,
     split,
@@ -85,6 +86,7 @@ def check_samples(
         return Samples(texts, labels, *split(labels, *options))
     texts += check(validation[0], "validation")
     labels = check_y([*y, *validation[1]], len(texts))
+    check_validation_labels(labels, n)
     return Samples(texts, labels, list(range(n)), list(range(n, len(texts))))
 
 

@@ -122,6 +122,14 @@ def check_label_sets(y: Any, n: int) -> Labels:
     return Labels(classes, torch.from_numpy(table.astype(np.float32)))
 
 
+def check_validation_labels(labels: Labels, n: int) -> None:
+    """Raise ValueError if a class has no sample among the first n, which are for training."""
+    new = labels.classes[(labels.targets[:n].sum(0) == 0) & (labels.targets[n:].sum(0) > 0)].tolist()
+    if new:
+        named = ", ".join(repr(shortened(label) if isinstance(label, str) else label) for label in new[:5])
+        raise ValueError(f"validation must have labels of y alone, got {named}, which y does not have")
+
+
 def check_count(n_labels: int, n_texts: int) -> None:
     if n_labels != n_texts:
         raise ValueError(f"y must be one label for each of the {n_texts} texts in X, got {n_labels}")

@@ -66,6 +66,10 @@ def explain(
     by: Annotated[
         Unit | None, typer.Option(help="What to sum contributions over; words or regions if left out.")
     ] = None,
+    samples: Annotated[
+        int,
+        typer.Option(help="Average over this many random sub-texts, an even number; slower."),
+    ] = 0,
     top: Annotated[int, typer.Option(min=1, help="Number of contributions to list, strongest first.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each text.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page for one text to this file.")] = None,
@@ -83,9 +87,11 @@ def explain(
     from vecroute.io.predictions import json_line
 
     if data is not None or out is not None:
-        check_corpus(data, out, {"TEXT": text, "--class": class_, "--json": as_json, "--html": html})
+        others = {"TEXT": text, "--class": class_, "--samples": samples, "--json": as_json, "--html": html}
+        check_corpus(data, out, others)
         explain_corpus(model, data, out, of, by, column_, delimiter, encoder, device)
         return
+    check_samples_option(samples, of, by)
     check_output(html)
     classifier = load(model, encoder, device)
     texts = given_texts(text)
@@ -97,7 +103,7 @@ def explain(
         raise ValueError(f"--html takes one text, got {len(texts)}")
     for one in texts:
         options = {"by_depth": True} if of == "words" and by == "depth" else {}
-        why = classifier.explain(one, of=of.value, **options)
+        why = classifier.explain(one, of=of.value, samples=samples, **options)
         why = why._replace(about=why.about | {"model": model.resolve().name})
         unit = by.value if by else "region" if "region" in why.units else "word"
         if html is not None:
@@ -123,6 +129,16 @@ def given_texts(texts: list[str] | None) -> list[str]:
         if not one.strip():
             raise ValueError(f"text {number} is empty")
     return found
+
+
+def check_samples_option(samples: int, of: Of, by: Unit | None) -> None:
+    """Raise unless samples is an even number, and 0 where there are no words to leave out."""
+    if samples < 0 or samples % 2:
+        raise ValueError(f"--samples must be an even number, 0 for none, got {samples}")
+    if samples and of != Of.words:
+        raise ValueError(f"--samples must be 0 unless --of words, got {samples} with --of {of.value}")
+    if samples and by == Unit.depth:
+        raise ValueError(f"--samples must be 0 with --by depth, got {samples}")
 
 
 def note_files(texts: list[str], model: Path) -> None:

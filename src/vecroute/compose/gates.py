@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vecroute.compose import rules
-from vecroute.compose.rules import NotAffine
+from vecroute.compose.rules import NoScore, NotAffine
 
 # Marks of tensors that depend on x. Any other mark is the name of an operation that is not affine.
 AFFINE = "affine"
@@ -130,6 +130,10 @@ class Gates(TorchFunctionMode):
         elif affine is not None and in_place(name, kwargs):
             out, affine = args[0].copy_(out), rules.copied(affine)
         self.steps.append(Step(name, affine, mark))
+        if mark == HELD:
+            _name_gate(
+                out, plain if plain in rules.CONSTANT else _gate_of((*args, *kwargs.values())) or plain
+            )
         return _mark(out, mark)
 
     def _again(self, func, name, args, kwargs):
@@ -205,12 +209,12 @@ def check_affine_marks(out: Any, *, or_held: bool = False) -> None:
     """Raise unless a tensor, or each of several, is affine in x with its gates held.
 
     Raises:
-        NotAffine: an operation is not affine. The message names it.
+        NotAffine: an operation is not affine, or the result is a gate. The message names the operation.
     """
     for tensor in out if isinstance(out, tuple | list) else [out]:
         mark = getattr(tensor, "depends_on_x", None)
         if mark == HELD and not or_held:
-            raise NotAffine("its last operation, which makes a gate (such as softmax) and no score,")
+            raise NoScore(getattr(tensor, "gate", "an operation"))
         if mark not in (None, AFFINE, GATE, HELD):
             raise NotAffine(str(mark))
 
@@ -261,6 +265,22 @@ def _mark(value: Any, mark: str) -> Any:
             if isinstance(part, Tensor):
                 part.depends_on_x = mark if part.is_floating_point() else HELD  # type: ignore[attr-defined]
     return value
+
+
+def _name_gate(value: Any, name: str) -> None:
+    """Store the name of the operation that made a gate, for error messages."""
+    for tensor in value if isinstance(value, tuple | list) else [value]:
+        if isinstance(tensor, Tensor):
+            tensor.gate = name  # type: ignore[attr-defined]
+
+
+def _gate_of(args: tuple) -> str | None:
+    """Return the name of the operation that made the first gate among the arguments."""
+    for value in args:
+        found = _gate_of(tuple(value)) if isinstance(value, tuple | list) else getattr(value, "gate", None)
+        if found is not None:
+            return found
+    return None
 
 
 def _marks(args: tuple, kwargs: dict) -> list[str]:

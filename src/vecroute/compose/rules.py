@@ -23,6 +23,17 @@ class NotAffine(ValueError):
         )
 
 
+class NoScore(NotAffine):
+    """The result of a module is a gate, which is held fixed, so nothing in it depends on x."""
+
+    def __init__(self, name: str):
+        ValueError.__init__(
+            self,
+            f"its result comes from {name}, which is held fixed, so there is nothing to split: "
+            f"return the scores before {name}, and explain them",
+        )
+
+
 class _Linear(torch.autograd.Function):
     """A value with a custom gradient."""
 

@@ -161,12 +161,18 @@ class Explanation:
         Args:
             name: a class, None for the one with the highest score.
             other: the class to subtract, None for the highest score of the others.
+
+        Raises:
+            ValueError: both are the same class, or only one class is explained.
         """
         j = self.index(name)
         ranked = [k for k in np.argsort(-self.scores, kind="stable") if k != j]
         if not ranked:
             raise ValueError(f"margin needs two classes, this explains {self.output_names[j]!r} alone")
         k = ranked[0] if other is None else self.index(other)
+        if j == k:
+            names = f"{self.output_names[j]!r} and {self.output_names[k]!r}"
+            raise ValueError(f"margin needs two different classes, got {names}")
         weights = np.eye(len(self.output_names))[j] - np.eye(len(self.output_names))[k]  # [n_cls]
         of_two = probabilities_of(weights[None] @ self.scores, self.temperature, True)  # [1]
         pair = [self.output_names[j], self.output_names[k]]

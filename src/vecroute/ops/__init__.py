@@ -7,6 +7,7 @@ and recomputes in its backward pass. ``fused`` does the same with Triton kernels
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -87,12 +88,15 @@ def route(
 
 def plan_route(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementation: str, **options) -> Plan:
     """Return the plan of ``route`` with the same arguments."""
-    implementation = pick(implementation, x_inp, options["cu_seqlens"])
-    if implementation == "reference":
+    picked = pick(implementation, x_inp, options["cu_seqlens"])
+    if picked == "reference":
         raise ValueError("implementation='reference' has no plan: it is Algorithm 2 line by line")
-    return plan_of(
-        *operator_arguments(x_inp, weights, *args, implementation=implementation, **options), n_iters
-    )
+    plan = plan_of(*operator_arguments(x_inp, weights, *args, implementation=picked, **options), n_iters)
+    if implementation == "auto" and picked == "chunked":
+        problem = why_not_fused(x_inp) if x_inp.is_cuda else None
+        why = f"fused {problem}" if problem else f"x_inp is on {x_inp.device}, not on a CUDA device"
+        return replace(plan, why=f"implementation='auto', and {why}")
+    return plan
 
 
 def steps(x_inp: Tensor, weights: Weights, *args, implementation: str, **options):
