@@ -347,8 +347,11 @@ def test_the_split_keeps_the_share_of_every_class():
 
 
 def test_few_texts_want_more_weight_decay():
-    decays = [recipe_for(vr.RoutingClassifier(), n).weight_decay for n in (10, 999, 1000)]
-    assert decays == [2.0, 2.0, 0.5]
+    decays = [recipe_for(vr.RoutingClassifier(), n).weight_decay for n in (10, 250, 1000, 4000, 10**6)]
+    assert decays == [8.0, 8.0, 2.0, 0.5, 0.5]
+    # AdamW multiplies by lr: with a greater lr, the weights still shrink by the same share in each step.
+    decays = [recipe_for(vr.RoutingClassifier(lr=lr), 10).weight_decay for lr in (1e-4, 4e-3, 1.0)]
+    assert decays == [8.0, 2.0, 0.5]
     assert recipe_for(vr.RoutingClassifier(weight_decay=0.1), 10).weight_decay == 0.1
 
 

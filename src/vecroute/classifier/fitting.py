@@ -1,6 +1,6 @@
 """Fit a classifier: check samples, compute their hidden states, train the head and judge it."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +31,7 @@ from vecroute.training import Recipe, Task, make_accelerator, train
 from vecroute.training.calibration import fit_temperature
 from vecroute.training.folds import N_FOLDS, make_folds, out_of_fold
 from vecroute.training.progress import is_shown, progress_bar
-from vecroute.training.recipe import FEW, WEIGHT_DECAY_OF_FEW
+from vecroute.training.recipe import weight_decay_for
 
 if TYPE_CHECKING:
     from vecroute.classifier.estimator import RoutingClassifier
@@ -97,15 +97,17 @@ def recipe_for(classifier: "RoutingClassifier", n: int) -> Recipe:
     for name in ("drop_inputs", "drop_features"):
         if given[name] is None:
             given[name] = getattr(Recipe, name) if classifier.head in CHOOSING else 0.0
-    if given["weight_decay"] is None:
-        given["weight_decay"] = WEIGHT_DECAY_OF_FEW if n < FEW else Recipe.weight_decay
+    decides = given["weight_decay"] is None
+    if decides:
+        given["weight_decay"] = Recipe.weight_decay
     seed = as_python(classifier.random_state)
     expected = f"random_state must be an int, at least 0, got {seed!r}"
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"{expected} ({type(seed).__name__})")
     if seed < 0:
         raise ValueError(expected)
-    return Recipe(seed=seed, **given)
+    recipe = Recipe(seed=seed, **given)  # checks lr
+    return replace(recipe, weight_decay=weight_decay_for(n, recipe.lr)) if decides else recipe
 
 
 def features_of(classifier: "RoutingClassifier", texts: list[Any], accelerator: Accelerator) -> Features:

@@ -12,12 +12,15 @@ from torch import Tensor
 from vecroute.ops.checks import check_choice, check_number, check_size
 
 # The default number of epochs: about 1000 steps, in 3 to 20 epochs. With little data, up to 100 epochs, to
-# reach 150 steps, or 50 steps per class: with many classes, a step teaches little about each of them.
+# reach 150 steps, or 15 steps per class: with many classes, a step teaches little about each of them.
 STEPS, FEWEST_EPOCHS, MOST_EPOCHS = 1000, 3, 20
-FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS, MOST_EPOCHS_OF_FEW = 150, 50, 100
+FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS, MOST_EPOCHS_OF_FEW = 150, 15, 100
 
-# With fewer samples than FEW, all are used for training, and so often that more weight decay helps.
-FEW, WEIGHT_DECAY_OF_FEW = 1000, 2.0
+# With fewer samples than FEW, all are used for training.
+FEW = 1000
+
+# The fewer the samples, the more often each is seen, and the more weight decay helps: DECAY / n, at most 8.
+DECAY, MOST_DECAY = 2000, 8.0
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Recipe:
 
     Args:
         max_epochs: greatest number of epochs. None means about 1000 steps, in 3 to 20 epochs. With little
-            data, it means up to 100 epochs, to reach 150 steps, or 50 steps per class.
+            data, it means up to 100 epochs, to reach 150 steps, or 15 steps per class.
         batch_size: samples per step and process.
         lr, weight_decay: options of AdamW.
         drop_inputs: share of the input vectors that each step drops, but never all vectors of a sample. Each
@@ -128,3 +131,12 @@ def epochs_for(steps: int, n_cls: int) -> int:
     usual = min(max(round(STEPS / steps), FEWEST_EPOCHS), MOST_EPOCHS)
     fewest = min(max(FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS * n_cls), STEPS)
     return max(usual, min(math.ceil(fewest / steps), MOST_EPOCHS_OF_FEW))
+
+
+def weight_decay_for(n: int, lr: float) -> float:
+    """Return the weight decay for n samples: max(0.5, min(2000 / n, 8) min(1e-3 / lr, 1)).
+
+    AdamW multiplies weight decay by lr. So a greater lr means less weight decay, and the weights shrink by
+    the same share in each step.
+    """
+    return max(Recipe.weight_decay, min(DECAY / n, MOST_DECAY) * min(Recipe.lr / lr, 1.0))
