@@ -1,19 +1,15 @@
-"""Prepared launches: a plan binds everything that a launch needs, except its pointers.
-
-A launch then costs the host about 8 us, because the CUDA driver launches the compiled kernel directly.
-Pointers are integers on a GPU, and tensors if Triton interprets kernels on the CPU.
-"""
+"""Prepared launches: a plan binds everything that a launch needs, except its pointers (see ``recording``)."""
 
 import ctypes
 import struct
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Pointer = Any  # an address on a GPU, a tensor if kernels are interpreted
+from vecroute.ops.common import cdiv
+from vecroute.ops.recording import Pointer, Recorder, cublas_lt, driver, reference
 
 _handles: dict[tuple, Any] = {}  # compiled kernels, by the values that Triton specialises on
 
@@ -37,21 +33,19 @@ class Launch:
         self.sizes, self.constants = tuple(sizes), constants
         self.prepared: dict[int, tuple] = {}  # by the index of the device
 
-    def __call__(self, stream: "Stream", *pointers: Pointer) -> None:
-        if stream.interpreted:
+    def __call__(self, recorder: Recorder, *pointers: Pointer) -> None:
+        if recorder.interpreted:
             self.kernel[self.grid](*pointers, *self.sizes, **self.constants)
             return
-        prepared = self.prepared.get(stream.device)
+        prepared = self.prepared.get(recorder.device)
         if prepared is None:
-            prepared = self.prepared[stream.device] = self.prepare(stream.device)
-        pack, size, launch, before, sizes = prepared
-        pack(stream.buffer, 0, *pointers, *sizes)
-        stream.size.value = size
-        if status := launch(*before, stream.address, None, stream.extra):
-            raise RuntimeError(f"{self}: the CUDA driver could not launch it, status {status}")
+            prepared = self.prepared[recorder.device] = self.prepare(recorder.device)
+        before, n_bytes, others = prepared
+        references = [word for pointer in pointers for word in reference(pointer)]
+        recorder.add(self, "kernel", [*before, len(pointers), n_bytes, *references, *others])
 
     def prepare(self, device: int) -> tuple:
-        """Return the function that packs the arguments, and the arguments of the driver before the stream."""
+        """Return the first words of a launch, the bytes of all arguments, and the arguments after pointers."""
         classes = tuple((n == 1, n % 16 == 0, n >= 2**31) for n in self.sizes)
         key = self.kernel, device, self.dtypes, classes, tuple(self.constants.items())
         if key not in _handles:
@@ -64,39 +58,14 @@ class Launch:
         numbers = "".join({"i32": "i", "i64": "q"}[kind] for kind in kinds if kind != "constexpr")
         # Triton appends pointers to scratch memory, which these kernels do not use.
         n_scratch = n_parameters(compiled.function) - len(self.dtypes) - len(sizes)
-        packer = struct.Struct("@" + "Q" * len(self.dtypes) + numbers + "Q" * n_scratch)
+        others = struct.pack("@" + numbers + "Q" * n_scratch, *sizes, *[0] * n_scratch)
+        words = struct.unpack(f"@{cdiv(len(others), 8)}Q", others.ljust(cdiv(len(others), 8) * 8, b"\0"))
         threads = 32 * compiled.metadata.num_warps
-        before = compiled.function, *self.grid, threads, 1, 1, compiled.metadata.shared
-        return packer.pack_into, packer.size, driver().cuLaunchKernel, before, [*sizes, *[0] * n_scratch]
+        before = compiled.function, *self.grid, threads, compiled.metadata.shared
+        return before, 8 * len(self.dtypes) + len(others), words
 
     def __repr__(self) -> str:
         return f"{self.kernel.__name__} {' x '.join(map(str, self.grid))}"
-
-
-class Stream:
-    """The CUDA stream for the launches of one pass, with its cuBLAS handle, or Triton's interpreter."""
-
-    __slots__ = ("address", "blas", "buffer", "device", "extra", "interpreted", "size")
-
-    def __init__(self, device: torch.device):
-        self.interpreted = device.type != "cuda"
-        if not self.interpreted:
-            self.device: int = torch.cuda.current_device()
-            self.address: int = torch._C._cuda_getCurrentRawStream(self.device)
-            self.blas: int = torch.cuda.current_blas_handle()
-            # Launches pack their arguments into this buffer, and the driver copies them.
-            self.buffer, self.size = ctypes.create_string_buffer(512), ctypes.c_size_t()
-            places = 1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0
-            self.extra = (ctypes.c_void_p * 5)(*places)
-
-
-@cache
-def driver() -> Any:
-    """Return the library of CUDA's driver."""
-    library = ctypes.CDLL("libcuda.so.1")
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    return library
 
 
 def n_parameters(function: int) -> int:
@@ -131,23 +100,18 @@ class Product:
         self.one, self.beta = number(1), number(int(add))
         self.prepared: dict[int, tuple] = {}  # by the index of the device
 
-    def __call__(self, stream: Stream, a: Pointer, b: Pointer, out: Pointer, workspace: Pointer) -> None:
-        if stream.interpreted:
+    def __call__(self, recorder: Recorder, a: Pointer, b: Pointer, out: Pointer, workspace: Pointer) -> None:
+        if recorder.interpreted:
             return self.interpret(a, b, out)
-        prepared = self.prepared.get(stream.device)
+        prepared = self.prepared.get(recorder.device)
         if prepared is None:
-            prepared = self.prepared[stream.device] = self.prepare(stream)
-        matmul, operation, one, beta, (layout_a, layout_b, layout), algorithm = prepared
+            prepared = self.prepared[recorder.device] = self.prepare()
         # cuBLAS stores matrices by columns, so ask it for out^T = b^T a^T.
-        status = matmul(
-            stream.blas, operation, one, b, layout_b, a, layout_a, beta, out, layout, out, layout,
-            algorithm, workspace,
-            self.workspace, stream.address,
-        )  # fmt: skip
-        check(status, self)
+        references = [word for pointer in (b, a, out, workspace) for word in reference(pointer)]
+        recorder.add(self, "product", [*prepared, self.workspace, *references])
 
-    def prepare(self, stream: Stream) -> tuple:
-        """Return the function of cuBLASLt, and the objects that describe the product to it."""
+    def prepare(self) -> tuple:
+        """Return the addresses of the objects that describe the product to cuBLASLt."""
         lt, (m, n, k), (a_T, b_T) = cublas_lt(), self.sizes, self.transposed
         double = self.dtype == torch.float64
         kind, compute = (1, 70) if double else (0, 77 if self.tf32 else 68)
@@ -156,7 +120,7 @@ class Product:
         for attribute, value in ((3, b_T), (4, a_T)):  # transposition of the first and the second operand
             flag = ctypes.c_int32(int(value))
             check(lt.cublasLtMatmulDescSetAttribute(operation, attribute, ctypes.byref(flag), 4), self)
-        layouts = []
+        layouts: list[Any] = []
         for rows, columns in ((m, k) if a_T else (k, m), (k, n) if b_T else (n, k), (n, m)):
             layout = ctypes.c_void_p()
             create = lt.cublasLtMatrixLayoutCreate
@@ -178,8 +142,8 @@ class Product:
         a, b, out = layouts
         check(
             lt.cublasLtMatmulAlgoGetHeuristic(
-                ctypes.c_void_p(stream.blas), operation, b, a, out, out, preference, 1, ctypes.byref(found),
-                ctypes.byref(n_found),
+                ctypes.c_void_p(torch.cuda.current_blas_handle()), operation, b, a, out, out, preference, 1,
+                ctypes.byref(found), ctypes.byref(n_found),
             ),
             self,
         )  # fmt: skip
@@ -187,9 +151,9 @@ class Product:
         if not n_found.value:
             raise RuntimeError(f"cuBLASLt has no algorithm for {self}")
         self.found = found  # the algorithm must live as long as the product
-        addresses = ctypes.addressof(self.one), ctypes.addressof(self.beta)
-        values = [layout.value for layout in layouts]
-        return lt.cublasLtMatmul, operation.value, *addresses, values, ctypes.addressof(found)
+        one, beta = ctypes.addressof(self.one), ctypes.addressof(self.beta)
+        of_a, of_b, of_out = (layout.value for layout in layouts)
+        return operation.value, one, of_b, of_a, beta, of_out, ctypes.addressof(found)
 
     def interpret(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         m, n, k = self.sizes
@@ -205,16 +169,6 @@ class Product:
 def check(status: int, product: Product) -> None:
     if status:
         raise RuntimeError(f"{product}: cuBLASLt answers with status {status}")
-
-
-@cache
-def cublas_lt() -> Any:
-    """Return the library of cuBLASLt that PyTorch has loaded."""
-    major = (torch.version.cuda or "").partition(".")[0]
-    library = ctypes.CDLL(f"libcublasLt.so.{major}")
-    pointer = ctypes.c_void_p
-    library.cublasLtMatmul.argtypes = [*[pointer] * 14, ctypes.c_size_t, pointer]
-    return library
 
 
 class Memory:
@@ -238,12 +192,11 @@ class Memory:
         """Return the allocation, on the device of another tensor."""
         return torch.empty(self.n_bytes, dtype=torch.uint8, device=like.device)
 
-    def at(self, memory: Tensor) -> dict[str, Pointer]:
-        """Return the address at which each array begins."""
-        if not memory.is_cuda:
+    def at(self, memory: Pointer) -> dict[str, Pointer]:
+        """Return the pointer to each array."""
+        if isinstance(memory, Tensor):
             return {name: self.tensor(memory, name) for name in self.arrays}
-        start = memory.data_ptr()
-        return {name: start + offset for name, offset in self.offsets.items()}
+        return {name: memory + offset for name, offset in self.offsets.items()}
 
     def distance(self, name: str, other: str) -> int:
         """Return the distance between the starts of two arrays, in elements of the first."""

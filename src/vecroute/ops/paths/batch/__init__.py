@@ -8,16 +8,11 @@ parts in ``tiles``.
 from vecroute.ops.launch import Memory
 from vecroute.ops.paths.batch.run import backward as backward
 from vecroute.ops.paths.batch.run import forward as forward
+from vecroute.ops.paths.batch.run import prepare as prepare
 from vecroute.ops.paths.batch.sizes import Sizes
-from vecroute.ops.paths.batch.steps import Steps
 from vecroute.ops.plan import Plan
 
 
 def saved(plan: Plan) -> Memory:
     """Return the memory that lives until the backward pass. Under a compiler, lengths may be unknown."""
     return Sizes(plan).saved
-
-
-def prepare(plan: Plan) -> Steps:
-    """Return all launches of a plan."""
-    return Steps(plan)

@@ -2,27 +2,47 @@
 
 Each iteration has two kernels over the inputs. One multiplies x_inp with the rows of a matrix and does all
 other work on pairs, the other sums over inputs; see ``kernels``. Small steps run between iterations.
+
+``launch_forward`` and ``launch_backward`` only call launches with pointers to tensors and to arrays. On a GPU
+they run once for each plan, and are recorded (see ``ops/recording.py``).
 """
 
 import math
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vecroute.ops.common import Weights, aligned
-from vecroute.ops.launch import Stream
 from vecroute.ops.paths.batch.steps import Steps, Sum
 from vecroute.ops.plan import Plan
+from vecroute.ops.recording import Pass, Pointer, Recorder
+
+Pointers = dict[str, Pointer]
 
 
-def arguments(x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None):
-    """Convert tensors for the kernels: parameters by name, and masks of every sample as bytes."""
-    w = {name: t for name, t in weights._asdict().items() if t is not None}
+def prepare(plan: Plan) -> Steps:
+    """Return all launches of a plan, and its two passes."""
+    steps = Steps(plan)
+    steps.forward = Pass(partial(launch_forward, steps))
+    steps.backward = Pass(partial(launch_backward, steps))
+    return steps
+
+
+def arguments(
+    x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the tensors that a pass reads, by name, with masks of every sample as bytes."""
+    tensors = {name: t for name, t in zip(weights._fields, weights, strict=True) if t is not None}
+    tensors["x_inp"] = aligned(x_inp)  # [..., i, d]
     if input_mask is not None:
-        input_mask = aligned(input_mask.expand(x_inp.shape[:-1])).view(torch.uint8)  # [..., i]
-    use = None if pair_mask is None else flat_mask(pair_mask, x_inp).view(torch.uint8)  # [b, i, j]
-    return aligned(x_inp), w, input_mask, use
+        tensors["input_mask"] = aligned(input_mask.expand(x_inp.shape[:-1])).view(torch.uint8)  # [..., i]
+    if pair_mask is not None:
+        tensors["use"] = flat_mask(pair_mask, x_inp).view(torch.uint8)  # [b, i, j]
+    if cu_seqlens is not None:
+        tensors["cu_seqlens"] = cu_seqlens  # [b + 1]
+    return tensors
 
 
 def flat_mask(mask: Tensor, x_inp: Tensor) -> Tensor:
@@ -37,18 +57,24 @@ def forward(
     cu_seqlens: Tensor | None, phi: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return x_out [..., j, h] and the memory for the backward pass. Fill phi [..., i, j] if it is given."""
-    x_inp, w, input_mask, use = arguments(x_inp, weights, input_mask, pair_mask)
     steps: Steps = plan.steps
-    case, stream = steps.case, Stream(x_inp.device)
-    saved, temporary = steps.saved.new(x_inp), steps.temporary.new(x_inp)
-    kept, t, at = steps.saved.at(saved), steps.temporary.at(temporary), pointers(stream, w)
+    tensors = arguments(x_inp, weights, input_mask, pair_mask, cu_seqlens)
     shape = [steps.batch] if steps.packed else x_inp.shape[:-2]
     x_out = x_inp.new_empty(*shape, steps.n_out, steps.h, dtype=steps.dtype)  # [..., j, h]
+    saved = steps.saved.new(x_inp)
+    tensors |= {"x_out": x_out, "saved": saved, "temporary": steps.temporary.new(x_inp)}
+    if phi is not None:
+        tensors["phi"] = phi
+    steps.forward(x_inp.device, tensors)
+    return x_out, saved
+
+
+def launch_forward(steps: Steps, stream: Recorder, at: Pointers) -> None:
+    """Launch the kernels of a forward pass."""
+    case, kept, t = steps.case, steps.saved.at(at["saved"]), steps.temporary.at(at["temporary"])
     f, M = kept["f"], kept["M"]
     none = f  # for arguments that a kernel does not read
-    mask, use, cu, phi_out, x = (
-        none if t is None else address(stream, t) for t in (input_mask, use, cu_seqlens, phi, x_inp)
-    )
+    mask, use, cu, phi_out = (at.get(name, none) for name in ("input_mask", "use", "cu_seqlens", "phi"))
     n, tiles = kept["sqrt_n_inp"], kept.get("tiles", none)
     if steps.packed:
         steps.segments(stream, cu, n, tiles, kept["parts"])
@@ -60,8 +86,8 @@ def forward(
     else:
         steps.lengths(stream, mask, n)
     x_half, x_tops, M_tops = kept.get("x", none), kept.get("x_tops", none), kept.get("M_tops", none)
-    steps.inputs(stream, x, at["W_A"], at["B_A"], n, mask, use, tiles, f, x_half, x_tops)
-    x = x_half if steps.half else x
+    steps.inputs(stream, at["x_inp"], at["W_A"], at["B_A"], n, mask, use, tiles, f, x_half, x_tops)
+    x = x_half if steps.half else at["x_inp"]
     c = (kept["c"], kept["c"]) if case.variable else betas
     to_sum = t["phi"], t["tops"], t["tile_sums"]
     for k in range(case.n_iters):
@@ -75,12 +101,13 @@ def forward(
         y, s = kept[f"y{k}"], kept[f"s{k}"]
         tables = tiles, kept.get("parts", none), none, none
         add_up(stream, steps.sum_pairs_j, to_sum, x, f, tables, cu, t, "sum", y, s)
-        x_out_k = address(stream, x_out) if k == steps.last else kept[f"before{k}"]
-        small_steps(stream, steps, k, kept, t, at, x_out_k)
-    return x_out, saved
+        x_out = at["x_out"] if k == steps.last else kept[f"before{k}"]
+        small_steps(stream, steps, k, kept, t, at, x_out)
 
 
-def small_steps(stream: Stream, steps: Steps, k: int, kept: dict, t: dict, at: dict, x_out) -> None:
+def small_steps(
+    stream: Recorder, steps: Steps, k: int, kept: Pointers, t: Pointers, at: Pointers, x_out: Pointer
+) -> None:
     """Compute x_out [b, j, h] after the pass of iteration k, and x_hat for the next iteration."""
     y, s, n, M = kept[f"y{k}"], kept[f"s{k}"], kept["sqrt_n_inp"], kept["M"]
     if steps.large:
@@ -110,22 +137,31 @@ def backward(
     cu_seqlens: Tensor | None, saved: Tensor, need_grad_x: bool,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
     """Return the gradients of x_inp (None if not needed) and of parameters, from grad_x_out [..., j, h]."""
-    x_inp, w, _, use = arguments(x_inp, weights, None, pair_mask)
     steps: Steps = plan.steps
-    case, stream = steps.case, Stream(x_inp.device)
-    memory = steps.back.new(x_inp)
-    kept, t, at = steps.saved.at(saved), steps.back.at(memory), pointers(stream, w)
-    grads = {name: torch.empty_like(v, dtype=steps.dtype) for name, v in w.items()}
+    tensors = arguments(x_inp, weights, None, pair_mask, cu_seqlens)
+    parameters = [(name, w) for name, w in zip(weights._fields, weights, strict=True) if w is not None]
+    grads = {name: torch.empty_like(w, dtype=steps.dtype) for name, w in parameters}
     if steps.last == 0:
         for name in ("W_S", "B_S", "W_G1", "W_G2", "B_G2"):
             grads[name].zero_()
-    to, f, M = pointers(stream, grads), kept["f"], kept["M"]
+    tensors |= {f"grad_{name}": grad for name, grad in grads.items()}
+    tensors |= {"grad_x_out": aligned(grad_x_out), "saved": saved, "memory": steps.back.new(x_inp)}
+    grad_x = None
+    if need_grad_x:
+        grad_x = torch.empty(x_inp.shape, dtype=x_inp.dtype, device=x_inp.device)  # [..., i, d]
+        tensors["grad_x"] = grad_x
+    steps.backward(x_inp.device, tensors)
+    return grad_x, grads
+
+
+def launch_backward(steps: Steps, stream: Recorder, at: Pointers) -> None:
+    """Launch the kernels of a backward pass."""
+    case, kept, t = steps.case, steps.saved.at(at["saved"]), steps.back.at(at["memory"])
+    to = {name: at[f"grad_{name}"] for name in Weights._fields if name in at}
+    f, M = kept["f"], kept["M"]
     none = f
-    grad_x_out = aligned(grad_x_out)
-    use, cu, grad_out, x_inp_at = (
-        none if m is None else address(stream, m) for m in (use, cu_seqlens, grad_x_out, x_inp)
-    )
-    x = kept["x"] if steps.half else x_inp_at
+    grad_out, use, cu = at["grad_x_out"], at.get("use", none), at.get("cu_seqlens", none)
+    x = kept["x"] if steps.half else at["x_inp"]
     n, tiles, parts = kept["sqrt_n_inp"], kept.get("tiles", none), t.get("pair_parts", none)
     x_tops, M_tops, shared_tops = (kept.get(name, none) for name in ("x_tops", "M_tops", "shared_tops"))
     c = (kept["c"], kept["c"]) if case.variable else (at["beta_use"], at["beta_ign"])
@@ -178,19 +214,17 @@ def backward(
         steps.shared_backward(stream, *of_shared, *(to[name] for name in names))
     else:
         steps.sum_pairs(stream, parts, to["beta_use"], to["beta_ign"], to["W_S"], to["B_S"])
-        steps.activations_backward(stream, x_inp_at, f, t["grad_f"], n, to["W_A"], to["B_A"])
-    grad_x = None
-    if need_grad_x:
-        grad_x = torch.empty(x_inp.shape, dtype=x_inp.dtype, device=x_inp.device)
+        steps.activations_backward(stream, at["x_inp"], f, t["grad_f"], n, to["W_A"], to["B_A"])
+    if "grad_x" in at:
         top = row(stream, steps, tops, steps.last)
-        of_x = M, f, t["grad_f"], at["W_A"], tiles, address(stream, grad_x)
+        of_x = M, f, t["grad_f"], at["W_A"], tiles, at["grad_x"]
         steps.input_gradient(stream, t["results"], top, *of_x)
-    return grad_x, grads
 
 
 def add_up(
-    stream: Stream, launches: Sum, pairs: tuple, x, f, others: tuple, cu_seqlens, t: dict, name, out, totals
-):
+    stream: Recorder, launches: Sum, pairs: tuple, x: Pointer, f: Pointer, others: tuple, cu_seqlens: Pointer,
+    t: Pointers, name: str, out: Pointer, totals: Pointer,
+) -> None:  # fmt: skip
     """Sum over the inputs of each sample, or of all samples: out [b, q, d] = pairs^T x_inp, totals [b, q]."""
     values, tops, sums = pairs
     many = launches.add is not None
@@ -200,15 +234,7 @@ def add_up(
         launches.add(stream, *to, cu_seqlens, out, totals)
 
 
-def row(stream: Stream, steps: Steps, tops, k: int):
+def row(stream: Recorder, steps: Steps, tops: Pointer, k: int) -> Pointer:
     """Return row k of [t, r] numbers; any row if k is negative."""
     k = max(k, 0)
     return tops[k] if stream.interpreted else tops + k * steps.n_rows * steps.dtype.itemsize
-
-
-def address(stream: Stream, t: Tensor):
-    return t if stream.interpreted else t.data_ptr()
-
-
-def pointers(stream: Stream, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return tensors if stream.interpreted else {name: t.data_ptr() for name, t in tensors.items()}

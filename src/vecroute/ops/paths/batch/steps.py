@@ -21,6 +21,7 @@ from vecroute.ops.paths.batch.sizes import Sizes
 from vecroute.ops.plan import Plan, blocks
 from vecroute.ops.plan.limits import LEAST_PROGRAMS, PACKED_TILES, TILE, WORKSPACE
 from vecroute.ops.plan.limits import W_A_PROGRAMS as EXTRA
+from vecroute.ops.recording import Pass
 
 TL = {
     torch.float16: tl.float16,
@@ -38,7 +39,10 @@ class Sum(NamedTuple):
 
 
 class Steps(Sizes):
-    """Prepared launches of a plan, and memory of each pass."""
+    """Prepared launches of a plan, memory of each pass, and both passes."""
+
+    forward: Pass
+    backward: Pass
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
