@@ -40,8 +40,8 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
             unless the options say otherwise.
         max_epochs, batch_size, lr, mixup, label_smoothing, patience, mixed_precision, shard_inputs: see
             ``vecroute.training.Recipe``.
-        weight_decay: see ``Recipe``. None means 0.5, and more if there are n < 4000 texts: 2000 / n, at most 8,
-            and less in proportion if lr is above 1e-3.
+        weight_decay: see ``Recipe``. None means 0.5, and more if there are n < 4000 texts: 2000 / n, at
+            most 8, and less in proportion if lr is above 1e-3.
         drop_inputs, drop_features: see ``Recipe``. None means 0.8 and 0.3 if the head weights each hidden
             state, and 0 if it takes means or one position ("mean_last", "mean_all", "scalar_mix", "cls").
         validation_fraction: share of the texts for validation, 0 for no validation. None means a tenth if

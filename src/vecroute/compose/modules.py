@@ -1,6 +1,6 @@
 """Networks of routings (Appendix A): modules that nest and have the methods of a layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -282,14 +282,25 @@ def after(module: nn.Module, masks: Any) -> Masks:
 
 def group_of(network: Any) -> str:
     """Return the group of ranks over which the inputs of a network are sharded, "" if they are not."""
-    parts = network.modules() if isinstance(network, nn.Module) else ()
-    return next((part.group for part in parts if isinstance(part, VectorRouting) and part.group), "")
+    return next((layer.group for layer in vector_routings(network) if layer.group), "")
 
 
 def checked_group_of(network: nn.Module) -> str:
     """Return ``group_of(network)``, but "" if a layer has ``check_ranks=False``."""
-    checked = all(part.check_ranks for part in network.modules() if isinstance(part, VectorRouting))
-    return group_of(network) if checked else ""
+    group = group_of(network)
+    return group if group and all(layer.check_ranks for layer in vector_routings(network)) else ""
+
+
+def vector_routings(network: Any) -> Iterator[VectorRouting]:
+    """Yield every ``VectorRouting`` of a network. Every call of a network runs this, so it is fast."""
+    if isinstance(network, VectorRouting):
+        yield network
+    elif isinstance(network, Network):
+        if not isinstance(network, PerVector):  # which mixes no vectors, so it contains no routing
+            for part in network._modules.values():
+                yield from vector_routings(part)
+    elif isinstance(network, nn.Module):
+        yield from (part for part in network.modules() if isinstance(part, VectorRouting))
 
 
 def check_network(network: nn.Module, name: str = "network") -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vecroute.compose.members import Each, Members
-from vecroute.compose.modules import NetworkHead, PerVector, Sequential, checked_group_of, group_of
+from vecroute.compose.modules import NetworkHead, PerVector, Sequential, checked_group_of, vector_routings
 from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops.checks import check_bool, check_size
@@ -117,10 +117,10 @@ class RoutingHead(NetworkHead):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the inputs of the network: x_inp [..., i, d], and its mask [..., i] or None."""
         sizes = {"depth": self.depth, "d_emb": self.d_emb}
-        like, sharded = next(self.parameters()), group_of(self.network) != ""
+        layer = next(vector_routings(self.network))
         with announced(checked_group_of(self.network)):
             input_mask = check_hidden_states(
-                hidden_states, input_mask, **sizes, like=like, may_be_empty=sharded
+                hidden_states, input_mask, **sizes, like=layer.W_F2, may_be_empty=layer.group != ""
             )  # [..., n_pos, depth]
         x_inp = hidden_states.flatten(-3, -2)  # [..., i, d]
         return x_inp, None if input_mask is None else input_mask.flatten(-2)  # [..., i]

@@ -13,6 +13,7 @@ from vecroute.ops.common import (
     Weights,
     aligned,
     compute_dtype,
+    from_16,
     product_dtype,
     used_pairs,
     without_autocast,
@@ -122,9 +123,8 @@ def loop_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Run ``run_loop`` for compilers, which may pass tensors that are not aligned."""
     return run_loop(
-        x_inp, [aligned(w) for w in weights], input_mask, pair_mask, cu_seqlens, prior, rounded, tuning,
-        implementation,
-        group, n_iters, need_phi, outputs,
+        x_inp, [aligned(w) for w in weights], input_mask, from_16(pair_mask), from_16(cu_seqlens), prior,
+        rounded, tuning, implementation, group, n_iters, need_phi, outputs,
     )  # fmt: skip
 
 
@@ -191,13 +191,16 @@ def run_loop_backward(
             flat = grad_x_out.reshape(plan.batch, *grad_x_out.shape[-2:])  # [b, j, h]
             grad_x, grads = loop.backward(p, flat, saved, need_grad_x)
             grad_x = None if grad_x is None else grad_x.reshape(x_inp.shape)  # [..., i, d]
+    grad_x = x_inp.new_empty(0) if grad_x is None else grad_x
+    if plan.path == "batch" and plan.case.w_dtype == plan.dtype:
+        return [grad_x, *grads.values()]  # already as promised
     parameters = {name: w for name, w in named(weights)._asdict().items() if w is not None}
     # The fake operator below promises contiguous gradients to compilers.
     grads_w = [
         as_promised(grads[name], w.dtype) if name in grads else w.new_zeros(w.shape)
         for name, w in parameters.items()
     ]
-    return [x_inp.new_empty(0) if grad_x is None else grad_x, *grads_w]
+    return [grad_x, *grads_w]
 
 
 def as_promised(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -214,8 +217,8 @@ def loop_backward_op(
 ) -> list[Tensor]:  # fmt: skip
     """Run ``run_loop_backward`` for compilers."""
     return run_loop_backward(
-        grad_x_out, x_inp, [aligned(w) for w in weights], input_mask, pair_mask, cu_seqlens, prior, rounded,
-        tuning, implementation, group, n_iters, saved, need_grad_x,
+        grad_x_out, x_inp, [aligned(w) for w in weights], input_mask, from_16(pair_mask), from_16(cu_seqlens),
+        prior, rounded, tuning, implementation, group, n_iters, saved, need_grad_x,
     )  # fmt: skip
 
 
@@ -237,16 +240,21 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_x_out, *_):
+    grad_x, grads = _gradients(ctx, grad_x_out, ctx.needs_input_grad[0])
+    return (grad_x, grads, *[None] * 11)
+
+
+def _gradients(ctx, grad_x_out: Tensor | None, need_grad_x: bool):
+    """Return the gradient of x_inp (None if not needed) and those of the weights."""
+    if grad_x_out is None:
+        return None, [None] * ctx.n_weights
     saved, x_inp, *rest = ctx.saved_tensors
     weights, masks = rest[: ctx.n_weights], rest[ctx.n_weights :]
-    if grad_x_out is None:
-        return (None, [None] * ctx.n_weights, *[None] * 11)
-    need_grad_x = ctx.needs_input_grad[0]
     # If the caller wants a graph of the backward pass, call the operator, which refuses second derivatives.
     plain = is_plain(grad_x_out) and not torch.is_grad_enabled()
     call: Any = grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x
     grad_x, *grads = run_loop_backward(*(*call, ctx.plan)) if plain else loop_backward_op(*call)
-    return (grad_x if need_grad_x else None, grads, *[None] * 11)
+    return grad_x if need_grad_x else None, grads
 
 
 loop_op.register_autograd(_backward, setup_context=_setup_context)
@@ -260,11 +268,14 @@ loop_backward_op.register_autograd(_refuse)
 
 
 class Loop(torch.autograd.Function):
-    """``loop_op`` as an autograd function: x_inp, number of weights, weights, others -> x_out, phi."""
+    """``loop_op`` as an autograd function: its other arguments, x_inp and the weights -> x_out, phi.
+
+    PyTorch looks at each argument of a function on its own, so all that have no gradient are one argument.
+    """
 
     @staticmethod
-    def forward(ctx, x_inp: Tensor, n_weights: int, *arguments):
-        inputs: Any = x_inp, arguments[:n_weights], *arguments[n_weights:]
+    def forward(ctx, others: tuple, x_inp: Tensor, *weights: Tensor):
+        inputs: Any = x_inp, weights, *others
         plan = plan_of(*inputs[:-1])
         x_out, phi, saved = run_loop(*(*inputs, plan))  # [..., j, h], [..., i, j]
         _setup_context(ctx, inputs, (x_out, phi, saved))
@@ -274,8 +285,8 @@ class Loop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_x_out: Tensor | None, _):
-        grad_x, grads_w, *others = _backward(ctx, grad_x_out)
-        return grad_x, None, *grads_w, *others
+        grad_x, grads = _gradients(ctx, grad_x_out, ctx.needs_input_grad[1])
+        return None, grad_x, *grads
 
 
 def is_plain(x: Tensor) -> bool:
@@ -304,6 +315,7 @@ def operator_arguments(
     tensors = [w for w in weights if w is not None]
     if is_plain(x_inp):
         tensors = [aligned(w) for w in tensors]
+        pair_mask, cu_seqlens = from_16(pair_mask), from_16(cu_seqlens)
     return (
         x_inp, tensors, input_mask, pair_mask, cu_seqlens, prior, rounded, list(tuning), implementation, group
     )  # fmt: skip
@@ -368,9 +380,9 @@ def route_streamed(
         if chunked:
             arguments = (*arguments[:7], list(tuning._replace(keep_bytes=0)), *arguments[8:])
     if phi_out is None:
-        _, tensors, *rest = arguments
         if plain:
-            x_out, phi = Loop.apply(x_inp, len(tensors), *tensors, *rest, n_iters, need_phi, outputs)
+            _, tensors, *others = arguments
+            x_out, phi = Loop.apply((*others, n_iters, need_phi, outputs), x_inp, *tensors)
         else:
             x_out, phi, _ = loop_op(*arguments, n_iters, need_phi, outputs)
         return x_out, phi.detach() if need_phi else None

@@ -110,6 +110,11 @@ def aligned(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
+def from_16(t: Any) -> Any:
+    """Return t, or a copy that begins at a multiple of 16 bytes. None stays None."""
+    return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
+
+
 def next_power_of_2(n: int) -> int:
     """Return the least power of two that is at least n >= 1. Like ``cdiv``, it is faster than Triton's."""
     return 1 << (n - 1).bit_length()

@@ -45,7 +45,7 @@ class Launch:
         recorder.add(self, "kernel", [*before, len(pointers), n_bytes, *references, *others])
 
     def prepare(self, device: int) -> tuple:
-        """Return the first words of a launch, the bytes of all arguments, and the arguments after pointers."""
+        """Return the first words of a launch, the bytes of all arguments, and the arguments but pointers."""
         classes = tuple((n == 1, n % 16 == 0, n >= 2**31) for n in self.sizes)
         key = self.kernel, device, self.dtypes, classes, tuple(self.constants.items())
         if key not in _handles:

@@ -103,6 +103,18 @@ def test_tensors_that_begin_anywhere(fixed, nan_filled_memory):
     assert_layer_as_good(layer, torch.randn(2 * 70 * 20 + 1)[1:].view(2, 70, 20))
 
 
+def test_masks_and_offsets_that_begin_anywhere(device, tf32):
+    """Offsets of eight samples are loaded four at a time."""
+    layer = make(24, 4, 6, 2)
+    x_inp, use = torch.randn(2, 70, 24), torch.rand(2 * 70 * 4 + 1) > 0.3
+    pair_mask = use[1:].view(2, 70, 4)
+    expected = layer(x_inp, pair_mask=pair_mask.clone())
+    torch.testing.assert_close(layer(x_inp, pair_mask=pair_mask), expected, rtol=0, atol=0)
+    packed, starts = x_inp.flatten(0, 1), torch.tensor([9, 0, 3, 20, 20, 64, 70, 100, 140], dtype=torch.int32)
+    expected = layer(packed, cu_seqlens=starts[1:].clone())
+    torch.testing.assert_close(layer(packed, cu_seqlens=starts[1:]), expected, rtol=0, atol=0)
+
+
 def test_route_agrees_with_a_call(tf32):
     layer, x_inp = make(24, 4, 6, 2), torch.randn(2, 70, 24)
     torch.testing.assert_close(layer.route(x_inp).x_out, layer(x_inp), rtol=0, atol=0)
