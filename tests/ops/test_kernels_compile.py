@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.batch_kernels import CALLS, launches
 from tests.helpers.paths import ROOT
 from vecroute.ops.paths.batch import backward_kernels, forward_kernels, products, segments, sum_kernels
-from vecroute.ops.paths.long import by_rows, clusters, rounded
+from vecroute.ops.paths.long import by_rows, clusters
 
 SCRIPT = """
 import triton
@@ -19,9 +19,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vecroute.ops.paths.long import arrange
 from vecroute.ops.backends.fused import activations as fused_activations
-from vecroute.ops.paths.long import halves
+from vecroute.ops.paths.long import by_rows, halves
 from vecroute.ops.backends.fused import matrix as fused_matrix
 from vecroute.ops.backends.fused import norm as fused_norm
 from vecroute.ops.backends.fused import pair_kernels as fused_pairs
@@ -99,8 +98,7 @@ compile(fused_steps.scores_matrix_kernel, 4, rounded, FIXED=False, BLOCK_R=1, BL
 vectors = {"v": "*bf16", "grad_v": "*bf16"}
 compile(fused_norm.normalize_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
 compile(fused_norm.normalize_backward_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
-compile(arrange.features_kernel, 4, {"M": "*fp32", "out": "*bf16"}, BLOCK=1024)
-compile(arrange.columns_kernel, 4, {"M": "*fp32", "scales": "*fp32", "out": "*fp16"})
+compile(by_rows.columns_kernel, 4, {"M": "*fp32", "scales": "*fp32", "out": "*fp16"})
 steps = {"BLOCK_B": 8, "BLOCK_N": 128, "T": tl.float32}
 of_one = {"ONE": True, "ROUNDS": True, "BLOCK_R": 8, "BLOCK_D": 128}
 compile(fused_steps.outputs_backward_kernel, 4, rounded, **of_one, **steps)
@@ -121,7 +119,7 @@ def printed(*arguments: str) -> list[str]:
 
 
 def test_every_kernel_compiles():
-    assert len(printed("-c", SCRIPT)) == 28
+    assert len(printed("-c", SCRIPT)) == 27
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -172,10 +170,4 @@ def test_the_kernel_of_clusters_compiles(c, n_out, first):
 @pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 128), (1, 4)])
 def test_the_kernel_of_the_input_gradient_compiles(waiting, n_out):
     log = log_of_compilation(by_rows.source(waiting, n_out))
-    assert "0 bytes spill stores, 0 bytes spill loads" in log, log
-
-
-@pytest.mark.parametrize(("n_out", "parts"), [(100, 1), (100, 2), (128, 2), (4, 1)])
-def test_the_kernel_of_rounded_products_compiles(n_out, parts):
-    log = log_of_compilation(rounded.source(n_out, parts))
     assert "0 bytes spill stores, 0 bytes spill loads" in log, log

@@ -16,8 +16,6 @@ def multiplier(p: Problem, M: Tensor, bias: Tensor | None, out: Tensor) -> Calla
         M: [b or 1, q, d].
         bias: [q], or None.
     """
-    if p.plan.rounded_products and out.dtype == torch.bfloat16:
-        return p.path.multiplier(M, p.n_out, out)
     b, M_T = len(out), M.to(p.plan.operand_dtype).expand(len(out), -1, -1).mT  # [b, d, q]
     if p.plan.operand_dtype != p.dtype or has_kernel(p, p.x_inp, out):
 

@@ -127,8 +127,6 @@ def backward_pass(p: Problem, g, f_a_inp, kept, M, grad_s, into, grad_f, grads, 
     samples: Any = None
     n_pairs = max(columns.n_computed, columns.n_own, 0 if into.waits else columns.n)
     dtype = p.dtype if into.waits else p.plan.pair_dtype
-    if into.halved and p.plan.rounded_products:
-        dtype = torch.bfloat16
     row = backward_row(p.plan, first, into.waits, dtype.itemsize)
     for same in alike(chunks(p, row, into.share)):
         like = same[0]

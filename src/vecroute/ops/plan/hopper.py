@@ -28,10 +28,3 @@ def by_rows_bytes(n_pairs: int) -> int:
     """Return the bytes for ``by_rows.cu``, with n_pairs pairs per input over all iterations."""
     products = 2 * 64 * limits.BY_ROWS_COLUMNS * 4
     return limits.BY_ROWS_STAGES * (by_rows_stage_bytes(n_pairs) + 2 * 8) + products
-
-
-def rounded_bytes(n_out: int, parts: int) -> int:
-    """Return the bytes for ``rounded.cu``, with one or two rows of M per output."""
-    rows, stages = 64, 3
-    products = cdiv(rows * parts * n_out * 2, 1024) * 1024
-    return stages * parts * multiple_of_8(n_out) * 128 + 2 * max(2 * rows * 128, products) + 2 * stages * 8

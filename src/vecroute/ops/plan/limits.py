@@ -27,7 +27,6 @@ CLUSTER_ROWS = 50_000  # with fewer inputs, extra launches cost more than a seco
 CLUSTER_D = 256  # features that one multiprocessor of a cluster holds
 CLUSTER_SIZES = (2, 4, 8)  # multiprocessors of a cluster that the kernel is written for
 CLUSTER_OUTPUTS = (32, 104)  # fewer leave tensor cores idle, more do not fit the registers
-ROUNDED_OUTPUTS = 128  # each output takes two columns, and the tensor cores take 256 columns at once
 BY_ROWS_COLUMNS, BY_ROWS_STAGES = (
     64,
     3,

@@ -271,14 +271,6 @@ class Plan:
         whole = self.d_inp % 64 == 0 and self.case.n_out % 4 == 0
         return "hopper" if whole and hopper.fits(n_bytes, self.case.device) else "triton"
 
-    @cached_property
-    def rounded_products(self) -> bool:
-        """Whether a CUDA kernel rounds x_inp to bfloat16 while it multiplies, in the backward pass."""
-        case, j = self.case, self.case.n_out
-        bfloat16 = self.halves == "hopper" and case.rounded == torch.bfloat16 and not self.masked
-        sized = self.d_inp % 128 == 0 and j % 4 == 0 and j <= limits.ROUNDED_OUTPUTS
-        return bfloat16 and sized and hopper.fits(hopper.rounded_bytes(j, 2), case.device)
-
     # Chunks
 
     def chunk_rows(self, row: int, share: int) -> int:

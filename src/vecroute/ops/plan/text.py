@@ -70,8 +70,7 @@ def pass_of(plan: Plan, forward: bool) -> tuple[str, str]:
         else:
             waits = bool(plan.waits_in)
             dtype = plan.dtype if waits else plan.pair_dtype
-            itemsize = 2 if plan.rounded_products else dtype.itemsize
-            row = rows.backward_row(plan, first, waits, itemsize)
+            row = rows.backward_row(plan, first, waits, dtype.itemsize)
             share = plan.backward_share(waits)
         size = plan.chunk_rows(row, share)
         n_bytes = min(size, plan.n_rows) * row * plan.dtype.itemsize
@@ -94,7 +93,6 @@ def kernels(plan: Plan) -> list[str]:
         return ["PyTorch's own"]
     found = ["clusters.cu"] if plan.clusters else []
     found += {"": [], "triton": ["halves.input_gradient_kernel"], "hopper": ["by_rows.cu"]}[plan.halves]
-    found += ["rounded.cu"] if plan.rounded_products else []
     if plan.path == "wide":
         found += ["wide.rows_kernel", "wide.rows_backward_kernel"]
     else:

@@ -9,7 +9,7 @@ import vecroute as vr
 from tests.helpers.constants import named_constants
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_layer_as_good
-from vecroute.ops.paths.long import arrange, by_rows
+from vecroute.ops.paths.long import by_rows
 from vecroute.ops.plan import limits
 from vecroute.ops.plan.hopper import by_rows_bytes, by_rows_stage_bytes
 
@@ -49,7 +49,7 @@ def test_shared_memory_is_as_large_as_the_kernel_divides(waiting, n_out, device)
     assert by_rows_bytes(n_pairs) == constants["BARRIERS"] + 2 * stages * 8
     assert by_rows_stage_bytes(n_pairs) == constants["STAGE"]
     M, scales = torch.zeros(constants["N_PAIRS"], columns), torch.ones(constants["N_PAIRS"], 1)
-    assert arrange.by_columns(M, scales).numel() * 2 == constants["STAGE"]
+    assert by_rows.by_columns(M, scales).numel() * 2 == constants["STAGE"]
     for name in ("GROUPS", "ROWS"):
         assert constants[name] == getattr(by_rows, name)
 
@@ -58,6 +58,25 @@ def test_source_has_the_sizes():
     source = by_rows.source(1, 100)
     assert "constexpr int WAITING = 1, N_OUT = 100;" in source
     assert re.search(r"m64n64k16.f32.f16.f16 {.*%31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;", source)
+
+
+@pytest.mark.parametrize("k", [300, 320, 60])
+def test_columns_are_where_the_kernel_looks_for_them(k, device, nan_filled_memory):
+    """Compare with loops. A thread has 8 of 32 rows, four at a time, two of these in each half of 16."""
+    M = (2 * torch.rand(k, 128) - 1).half().float()
+    weights = 2.0 ** torch.randint(-5, 5, (k, 1))
+    arranged = by_rows.by_columns(M * weights, weights)  # [2, k / 64, 64, 8, 8]
+    expected = (M * 2**14).half()
+    thread, step, half = torch.meshgrid(*(torch.arange(n) for n in (4, 2, 2)), indexing="ij")
+    for column in range(128):
+        n = column % 64
+        place = n // 16 * 16 + n % 4 // 2 * 8 + n % 16 // 4 * 2 + n % 2  # in the order of the tensor cores
+        found = arranged[column // 64, :, place, torch.arange(8) ^ place % 8].flatten()  # [k]
+        for block in range(0, k - 31, 32):
+            at = block + 16 * step + 8 * half + 2 * thread  # [4, 2, 2] the places of two neighbours
+            two = torch.stack((found[at], found[at + 1]), -1)  # [4, 2, 2, 2]
+            assert torch.equal(two.flatten(), expected[block : block + 32, column])
+    assert arranged.ne(0).sum() == expected.ne(0).sum()
 
 
 @GPU

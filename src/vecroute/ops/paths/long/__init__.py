@@ -1,15 +1,13 @@
 """One long sample of a fixed length in tf32: few passes over x_inp, and one write of its gradient.
 
 ``clusters`` runs an iteration with one read of x_inp. ``halves`` makes the gradient of x_inp from float16
-pairs with Triton, ``by_rows`` does the same in CUDA C++, and ``rounded`` multiplies in bfloat16 under
-autocast. ``hopper`` compiles the CUDA C++ files; ``arrange`` lays small matrices out for them.
+pairs with Triton, and ``by_rows`` does the same in CUDA C++. ``hopper`` compiles the CUDA C++ files.
 """
 
 from torch import Tensor
 
 from vecroute.ops.paths.long import by_rows, halves
 from vecroute.ops.paths.long.clusters import iterate as iterate
-from vecroute.ops.paths.long.rounded import multiplier as multiplier
 from vecroute.ops.plan import Plan
 
 

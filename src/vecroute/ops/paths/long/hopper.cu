@@ -1,4 +1,4 @@
-// Functions for clusters.cu, by_rows.cu and rounded.cu. Some are instructions of compute capability 9.0 that CUDA
+// Functions for clusters.cu and by_rows.cu. Some are instructions of compute capability 9.0 that CUDA
 // C++ has no functions for: clusters, asynchronous loads, tensor cores. Others are arithmetic on rows of numbers
 // that share a unit, a power of two.
 
@@ -138,11 +138,6 @@ INLINE float per(float unit) { return __uint_as_float((254u << 23) - __float_as_
 INLINE u32 halves(float low, float high) {
     u32 r;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-INLINE u32 bfloats(float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
 INLINE u32 times(u32 a, u32 b) {

@@ -14,9 +14,7 @@ def source(name: str, *definitions: str) -> str:
     return "\n".join((here.joinpath("hopper.cu").read_text(), *definitions, here.joinpath(name).read_text()))
 
 
-def multiplication(
-    name: str, tiles: int, transposed: int = 0, in_registers: bool = False, dtype: str = "f16"
-) -> str:
+def multiplication(name: str, tiles: int, transposed: int = 0, in_registers: bool = False) -> str:
     """Return a function that adds a @ b, [64, 16] @ [16, 8 tiles], to r, or writes it there if not ``add``.
 
     b is in shared memory, and so is a unless ``in_registers``. Either both are transposed, or none.
@@ -32,7 +30,7 @@ def multiplication(
     return (
         f"INLINE void {name}(float (&r)[{n}], {arguments}, u64 b, int add = 1) {{\n"
         f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + n_a + 1}, 0;\\n'
-        f"wgmma.mma_async.sync.aligned.m64n{8 * tiles}k16.f32.{dtype}.{dtype} "
+        f"wgmma.mma_async.sync.aligned.m64n{8 * tiles}k16.f32.f16.f16 "
         f'{{{registers}}}, {a}, %{n + n_a}, p, {signs};\\n}}"\n'
         f'        : {outputs} : {inputs}, "l"(b), "r"(add));\n}}\n'
     )
