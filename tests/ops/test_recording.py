@@ -8,7 +8,7 @@ import torch
 
 from vecroute.ops import recording
 from vecroute.ops.launch import Memory
-from vecroute.ops.recording import TENSOR, Pass, Recorder, reference
+from vecroute.ops.recording import TENSOR, Pass, Recorder, references
 
 pytest.importorskip("triton")
 
@@ -47,8 +47,7 @@ def recorder() -> Recorder:
 
 def test_a_kernel_gets_addresses_and_numbers():
     """Two pointers, then an int32 and an int64, which the C compiler would align in the same way."""
-    pointers = [word for p in (1 * TENSOR + 256, 0) for word in reference(p)]
-    arguments = [*pointers, 7, 2**40]
+    arguments = [*references((TENSOR + 256, 0)), 7, 2**40]
     r = recorder()
     r.add("kernel", "kernel", [11, 2, 3, 4, 128, 4096, 2, 32, *arguments])
     driver = Driver()
@@ -60,7 +59,7 @@ def test_a_kernel_gets_addresses_and_numbers():
 def test_arguments_end_where_the_kernel_expects():
     """The driver refuses arguments with more bytes than its kernel has."""
     r = recorder()
-    r.add("kernel", "kernel", [11, 1, 1, 1, 32, 0, 1, 12, *reference(0), 9])
+    r.add("kernel", "kernel", [11, 1, 1, 1, 32, 0, 1, 12, *references([0]), 9])
     driver = Driver()
     assert driver.run(r, 0, 0, 1000) == 0
     assert driver.calls[0][-1] == array("Q", [1000]).tobytes() + (9).to_bytes(4, "little")
@@ -68,8 +67,8 @@ def test_arguments_end_where_the_kernel_expects():
 
 def test_a_product_gets_its_operands():
     r = recorder()
-    references = [word for p in (16, TENSOR, 2 * TENSOR + 32, 3 * TENSOR) for word in reference(p)]
-    r.add("product", "product", [1, 2, 3, 4, 5, 6, 7, 8, *references])
+    pointers = 16, TENSOR, 2 * TENSOR + 32, 3 * TENSOR
+    r.add("product", "product", [1, 2, 3, 4, 5, 6, 7, 8, *references(pointers)])
     driver = Driver()
     assert driver.run(r, 55, 66, 1000, 2000, 3000, 4000) == 0
     assert driver.calls == [(66, 1, 2, 1016, 3, 2000, 4, 5, 3032, 6, 3032, 6, 7, 4000, 8, 55)]
@@ -97,7 +96,7 @@ def test_wrong_numbers_are_errors():
 def test_arrays_of_a_memory_are_offsets_in_a_recording():
     memory = Memory({"a": ((3,), torch.float32), "b": ((2, 2), torch.float16)})
     assert memory.at(5 * TENSOR) == {"a": 5 * TENSOR, "b": 5 * TENSOR + 256}
-    assert reference(memory.at(5 * TENSOR)["b"]) == (5, 256)
+    assert references([memory.at(5 * TENSOR)["b"]]) == [5, 256]
 
 
 def test_interpreted_passes_run_at_once():

@@ -3,15 +3,28 @@
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vecroute.ops.common import cdiv
-from vecroute.ops.recording import Pointer, Recorder, cublas_lt, driver, reference
+from vecroute.ops.recording import Pointer, Recorder, cublas_lt, driver, references
 
-_handles: dict[tuple, Any] = {}  # compiled kernels, by the values that Triton specialises on
+_loaded: dict[tuple, "Loaded"] = {}  # by the values that Triton specialises on
+
+
+class Loaded(NamedTuple):
+    """A compiled kernel in the memory of a device.
+
+    ``others`` is the format of its arguments after the pointers, ``passed`` which sizes are among them.
+    """
+
+    compiled: Any  # keeps the kernel loaded
+    resources: tuple[int, int]  # threads, and bytes of shared memory
+    others: struct.Struct
+    passed: list[bool]
+    scratch: tuple[int, ...]
 
 
 class Launch:
@@ -41,28 +54,36 @@ class Launch:
         if prepared is None:
             prepared = self.prepared[recorder.device] = self.prepare(recorder.device)
         before, n_bytes, others = prepared
-        references = [word for pointer in pointers for word in reference(pointer)]
-        recorder.add(self, "kernel", [*before, len(pointers), n_bytes, *references, *others])
+        recorder.add(self, "kernel", [*before, len(pointers), n_bytes, *references(pointers), *others])
 
     def prepare(self, device: int) -> tuple:
         """Return the first words of a launch, the bytes of all arguments, and the arguments but pointers."""
-        classes = tuple((n == 1, n % 16 == 0, n >= 2**31) for n in self.sizes)
+        classes = tuple([(n == 1, n % 16 == 0, n >= 2**31) for n in self.sizes])
         key = self.kernel, device, self.dtypes, classes, tuple(self.constants.items())
-        if key not in _handles:
-            # For Triton, a dtype means a pointer aligned to 16 bytes, and all our pointers are.
-            _handles[key] = self.kernel.warmup(*self.dtypes, *self.sizes, grid=self.grid, **self.constants)
-        compiled = _handles[key]
-        _ = compiled.run  # loads the kernel
-        kinds = list(compiled.src.signature.values())[len(self.dtypes) : len(self.dtypes) + len(self.sizes)]
-        sizes = [n for n, kind in zip(self.sizes, kinds, strict=True) if kind != "constexpr"]
-        numbers = "".join({"i32": "i", "i64": "q"}[kind] for kind in kinds if kind != "constexpr")
-        # Triton appends pointers to scratch memory, which these kernels do not use.
-        n_scratch = n_parameters(compiled.function) - len(self.dtypes) - len(sizes)
-        others = struct.pack("@" + numbers + "Q" * n_scratch, *sizes, *[0] * n_scratch)
-        words = struct.unpack(f"@{cdiv(len(others), 8)}Q", others.ljust(cdiv(len(others), 8) * 8, b"\0"))
-        threads = 32 * compiled.metadata.num_warps
-        before = compiled.function, *self.grid, threads, compiled.metadata.shared
+        loaded = _loaded.get(key)
+        if loaded is None:
+            loaded = _loaded[key] = self.load()
+        sizes = [n for n, passed in zip(self.sizes, loaded.passed, strict=True) if passed]
+        others = loaded.others.pack(*sizes, *loaded.scratch)
+        n_words = cdiv(len(others), 8)
+        words = struct.unpack(f"@{n_words}Q", others.ljust(8 * n_words, b"\0"))
+        before = loaded.compiled.function, *self.grid, *loaded.resources
         return before, 8 * len(self.dtypes) + len(others), words
+
+    def load(self) -> Loaded:
+        """Compile the kernel and load it to the current device."""
+        n_pointers, n_sizes = len(self.dtypes), len(self.sizes)
+        # For Triton, a dtype means a pointer aligned to 16 bytes, and all our pointers are.
+        compiled = self.kernel.warmup(*self.dtypes, *self.sizes, grid=self.grid, **self.constants)
+        _ = compiled.run  # loads the kernel
+        kinds = list(compiled.src.signature.values())[n_pointers : n_pointers + n_sizes]
+        passed = [kind != "constexpr" for kind in kinds]
+        # Triton appends pointers to scratch memory, which these kernels do not use.
+        n_scratch = n_parameters(compiled.function) - n_pointers - sum(passed)
+        numbers = "".join({"i32": "i", "i64": "q"}[kind] for kind in kinds if kind != "constexpr")
+        others = struct.Struct("@" + numbers + "Q" * n_scratch)
+        resources = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+        return Loaded(compiled, resources, others, passed, (0,) * n_scratch)
 
     def __repr__(self) -> str:
         return f"{self.kernel.__name__} {' x '.join(map(str, self.grid))}"
@@ -107,8 +128,7 @@ class Product:
         if prepared is None:
             prepared = self.prepared[recorder.device] = self.prepare()
         # cuBLAS stores matrices by columns, so ask it for out^T = b^T a^T.
-        references = [word for pointer in (b, a, out, workspace) for word in reference(pointer)]
-        recorder.add(self, "product", [*prepared, self.workspace, *references])
+        recorder.add(self, "product", [*prepared, self.workspace, *references((b, a, out, workspace))])
 
     def prepare(self) -> tuple:
         """Return the addresses of the objects that describe the product to cuBLASLt."""

@@ -12,7 +12,7 @@ is the number of a tensor and an offset in bytes. The other words of a command:
 
 import ctypes
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,12 @@ class Pass:
         return array("Q", [len(recorder.launches), *functions, *recorder.words]), recorder.launches
 
 
-def reference(pointer: Pointer) -> tuple[int, int]:
-    """Return the tensor and the offset of a recorded pointer."""
-    return divmod(pointer, TENSOR)
+def references(pointers: Iterable[Pointer]) -> list[int]:
+    """Return the tensor and the offset of each recorded pointer."""
+    words = []
+    for pointer in pointers:
+        words += divmod(pointer, TENSOR)
+    return words
 
 
 @cache

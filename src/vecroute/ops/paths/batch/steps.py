@@ -1,5 +1,6 @@
 """The launches of the batch path, prepared for one plan: every size, stride, block and grid is bound here."""
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -79,13 +80,18 @@ class Steps(Sizes):
         return tiles, n, n * batch
 
     def dtypes(self, letters: str) -> list[torch.dtype]:
-        """Return the dtypes for letters. x: x_inp in products, X: x_inp, M: M in products, w: parameters,
-        p: pairs to be summed, f: other floating-point numbers, m: masks, i: tables, o: cu_seqlens."""
+        """Return the dtypes for letters, see ``by_letter``."""
+        return [self.by_letter[letter] for letter in letters]
+
+    @cached_property
+    def by_letter(self) -> dict[str, torch.dtype]:
+        """Dtypes. x: x_inp in products, X: x_inp, M: M in products, w: parameters, p: pairs to be summed,
+        f: other floating-point numbers, m: masks, i: tables, o: cu_seqlens."""
         case, half = self.case, torch.float16
         by = {"X": case.dtype, "x": half if self.half else case.dtype, "M": half if self.half else self.dtype}
         by |= {"w": case.w_dtype, "f": self.dtype, "p": half if self.half else self.dtype, "m": torch.uint8}
         by |= {"i": torch.int32, "o": case.packed[1] if case.packed else torch.int32}
-        return [by[letter] for letter in letters]
+        return by
 
     def make_memory(self) -> None:
         case, b, r, j, d, h = self.case, self.batch, self.n_rows, self.n_out, self.d, self.h
