@@ -30,7 +30,7 @@ TASKS = {"sst2": 2, "sst5": 5, "imdb": 2, "cifar10": 10}  # number of classes of
 IMAGES = ("cifar10",)  # the tasks with images
 IMDB_DEV, CIFAR_DEV = 2500, 5000  # sizes of the dev sets that are split off the training sets
 MOST = {("imdb", "train"): 20_000, ("imdb", "test"): 10_000}  # texts of a split in the race of heads
-FIRST = ("imdb",)  # tasks of which the race takes the first chunk of each text, 512 tokens
+FIRST = ("imdb",)  # in these tasks the race takes only the first chunk of each text: 512 tokens
 ESCAPED = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "``": '"', "''": '"'}
 
 Labelled = tuple[list[str], list[int]]
