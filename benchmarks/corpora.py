@@ -29,6 +29,8 @@ import cifar10
 TASKS = {"sst2": 2, "sst5": 5, "imdb": 2, "cifar10": 10}  # number of classes of each task
 IMAGES = ("cifar10",)  # the tasks with images
 IMDB_DEV, CIFAR_DEV = 2500, 5000  # sizes of the dev sets that are split off the training sets
+MOST = {("imdb", "train"): 20_000, ("imdb", "test"): 10_000}  # texts of a split in the race of heads
+FIRST = ("imdb",)  # in these tasks the race takes only the first chunk of each text: 512 tokens
 ESCAPED = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "``": '"', "''": '"'}
 
 Labelled = tuple[list[str], list[int]]
@@ -155,16 +157,44 @@ def tokens(
         arrays = np.load(file)
         chunks = Chunks(*(torch.from_numpy(arrays[name].astype(np.int32)) for name in Chunks._fields))
         return chunks, arrays["label"].tolist()
-    if data is None:
-        raise SystemExit("--data must name the folder with the texts")
-    texts, labels = load(task, split, data)
+    texts, labels = part(task, split, data)
     chunks = tokenize(encoder, texts)
+    if task in FIRST:
+        chunks = first_chunks(chunks)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         kinds = {"ids": np.uint32, "lengths": np.uint16, "text": np.uint32}
         arrays = {name: getattr(chunks, name).numpy().astype(kind) for name, kind in kinds.items()}
         np.savez_compressed(file, **arrays, label=np.array(labels, dtype=np.uint8))
     return chunks, labels
+
+
+def labels(task: str, split: str, data: Path | None, folder: Path | None) -> list[int]:
+    """Return the labels that ``tokens`` returns."""
+    file = None if folder is None else folder / f"{task}-{split}.npz"
+    if file is not None and file.exists():
+        return np.load(file)["label"].tolist()
+    return part(task, split, data)[1]
+
+
+def part(task: str, split: str, data: Path | None) -> Labelled:
+    """Return the texts and labels of a split in the race of heads: a fixed random part if there are many."""
+    if data is None:
+        raise SystemExit("--data must name the folder with the texts")
+    texts, found = load(task, split, data)
+    most = MOST.get((task, split), len(texts))
+    chosen = range(len(texts))
+    if most < len(texts):
+        chosen = random.Random(0).sample(chosen, most)
+    return [texts[k] for k in chosen], [found[k] for k in chosen]
+
+
+def first_chunks(chunks: Chunks) -> Chunks:
+    """Return the first chunk of each text."""
+    first = torch.ones(len(chunks.text), dtype=torch.bool)  # [n_chunks]
+    first[1:] = chunks.text[1:] != chunks.text[:-1]
+    ids = chunks.ids[first.repeat_interleave(chunks.lengths.long())]  # [total]
+    return Chunks(ids, chunks.lengths[first], chunks.text[first])
 
 
 def some(chunks: Chunks, labels: list[int], n: int) -> tuple[Chunks, list[int]]:
@@ -175,16 +205,19 @@ def some(chunks: Chunks, labels: list[int], n: int) -> tuple[Chunks, list[int]]:
     return Chunks(ids, chunks.lengths[kept], chunks.text[kept] // step), labels[::step][:n]
 
 
-def images(split: str, data: Path) -> tuple[Tensor, Tensor]:
+def images(split: str, data: Path, most: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the images of CIFAR-10, uint8 [n, 3, 32, 32], and their labels [n].
 
-    The dev set is a fixed random part of the training set.
+    The dev set is a fixed random part of the training set. If ``most`` is given, only the first images of
+    the test file, or of each of the five training files, are used.
     """
     pixels, labels = cifar10.read(data, train=split != "test")
     if labels is None:
         raise SystemExit(f"--data: {data} has no labels of CIFAR-10")
     if split == "test":
-        return pixels, labels
+        return pixels[:most], labels[:most]
+    if most is not None:
+        pixels, labels = (t.unflatten(0, (5, -1))[:, :most].flatten(0, 1) for t in (pixels, labels))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # [n]
     n_dev = min(CIFAR_DEV, len(labels) // 10)
     chosen = order[:n_dev] if split == "dev" else order[n_dev:]

@@ -9,10 +9,15 @@ Each row is one draw: a classifier fitted on n random texts of a corpus, and tes
 
 Rows are appended to little_data.csv; draws that are there already are not measured again. corpora.py says
 what is in DATA. Reviews are cut after 200 words. "words" are sentences without one word, which is the label.
+
+Several processes can divide the draws: give each a folder of its own as ``--results``, and all the same
+folder as ``--claims``, after one call with ``--draws 0`` has computed the hidden states of held-out texts.
+``benchmarks/merge.py`` joins their rows.
 """
 
 import csv
 import gzip
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -202,6 +207,18 @@ class Corpus:
         }
 
 
+def claimed(folder: Path | None, name: str) -> bool:
+    """Return whether this process is the first to ask for a name."""
+    if folder is None:
+        return True
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def fit_seconds(classifier: vr.RoutingClassifier, texts: list[str], labels: np.ndarray) -> float:
     started = time.process_time()
     classifier.fit(texts, labels)
@@ -237,7 +254,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=[16, 60, 300, 1000])
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--first-draw", type=int, default=0, help="number of the first draw")
+    parser.add_argument("--claims", type=Path, help="folder in which processes claim draws")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no draw after this time")
     options = parser.parse_args(arguments)
+    until = time.monotonic() + 60 * options.minutes
     encoder = TextEncoder(options.encoder, device=options.device)
     path = options.results / "little_data.csv"
     for name in options.corpora:
@@ -246,6 +266,10 @@ def main(arguments: list[str] | None = None) -> None:
             for draw in range(options.first_draw, options.first_draw + options.draws):
                 key = {"corpus": name, "n": str(n), "draw": str(draw)}
                 if path.exists() and any(key.items() <= row.items() for row in read(path)):
+                    continue
+                if time.monotonic() > until:
+                    return
+                if not claimed(options.claims, f"{name}-{n}-{draw}"):
                     continue
                 row = corpus.measure(n, draw, time_alone=draw == options.first_draw)
                 common.append(path, [row | common.about(options.device)])

@@ -54,7 +54,7 @@ def rows_of(done: Any, dev: np.ndarray, test: np.ndarray | None = None) -> Itera
         if test is not None:
             p = done.test[k]
             row |= {"test": accuracy(p, test), "test_nll": nll(p, test), "test_top5": top_5(p, test)}
-        yield row
+        yield row | done.about
 
 
 def top_5(p: np.ndarray, labels: np.ndarray) -> float | None:

@@ -1,7 +1,7 @@
 """Train many heads of one shape at once. Their parameters are stacked, and each head has its own recipe.
 
-Most of the time of a step on a GPU is launch overhead, so ten small heads take hardly longer than one. On a
-GPU the step is also captured in a CUDA graph for each length of the batches.
+A step of one small head has many short kernels, so several heads at once use a GPU better. On a GPU the step
+is also captured in a CUDA graph for each length of the batches.
 """
 
 import math
@@ -19,8 +19,9 @@ from vecroute.heads.pooling import masked_mean
 
 CAPTURE = True  # capture steps on a GPU
 BETAS, EPS, CLIP_NORM, WARM_UP = (0.9, 0.999), 1e-8, 1.0, 0.1
-LENGTHS = [8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768]  # batches are padded to these lengths
-LENGTHS += [2**k for k in range(10, 16)]
+# Batches are padded to these lengths.
+LENGTHS = [8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560]
+LENGTHS += [3072, 3584, *(2**k for k in range(12, 16))]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Stack:
         options: dict[str, Any],
         recipes: list[Recipe],
         device: str,
-        max_vectors: int = 250_000,
+        max_vectors: int = 100_000,
     ):
         heads = [make_head(name, seed=r.seed, **options).to(device) for r in recipes]
         self.head = heads[0]
@@ -82,6 +83,8 @@ class Stack:
         self.average = {name: p.detach().clone() for name, p in self.parameters.items()}  # [m, ...] each
         self.recipes, self.device, self.max_vectors = recipes, device, max_vectors
         self.depth, self.n_cls = options["depth"], options["n_cls"]
+        # vmap cannot transform the backward pass of a streamed routing: such heads run one after the other.
+        self.loops = options.get("implementation", "reference") != "reference"
 
     def column(self, name: str) -> Tensor:
         """Return one attribute of all recipes, [m]."""
@@ -94,6 +97,8 @@ class Stack:
             hidden: [1 or m, b, n_pos, depth, d] hidden states, common to all heads or one set per head.
             mask: [1 or m, b, n_pos].
         """
+        if self.loops:
+            return self.scores_one_by_one(parameters, hidden, mask)
         own = 0 if len(hidden) == len(self.recipes) else None
         one = vmap(
             lambda p, x, keep: functional_call(self.head, p, (x, keep)),
@@ -101,6 +106,17 @@ class Stack:
             randomness="different",
         )
         return one(parameters, *((hidden, mask) if own == 0 else (hidden[0], mask[0])))
+
+    def scores_one_by_one(self, parameters: dict[str, Tensor], hidden: Tensor, mask: Tensor) -> Tensor:
+        m = len(self.recipes)
+        of_head = zip(*(p.unbind() for p in parameters.values()), strict=True)
+        inputs = zip(hidden.expand(m, *hidden.shape[1:]), mask.expand(m, *mask.shape[1:]), strict=True)
+        return torch.stack(
+            [
+                functional_call(self.head, dict(zip(parameters, own, strict=True)), one)
+                for own, one in zip(of_head, inputs, strict=True)
+            ]
+        )  # [m, b, n_cls]
 
     def fit(self, data: Packed, training: Training, *, own_order: bool = False) -> None:
         """Train all heads. If own_order, each head has its own order of samples, else all have the same."""
