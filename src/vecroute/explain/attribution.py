@@ -19,7 +19,7 @@ from vecroute.explain.through import word_table
 from vecroute.explain.words import HeldHead, Reading, Run, split_words
 from vecroute.heads import RoutingHead
 
-POSITIONS = {"cuda": 65_536, "cpu": 2_048}  # positions that are encoded at once
+POSITIONS = {"cuda": 32_768, "cpu": 2_048}  # positions that are encoded at once
 
 
 class Layout(NamedTuple):
@@ -143,7 +143,7 @@ def by_words(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> A
     long = max(len(layout.ids[0]) - len(reader.before) - len(reader.after), 1)  # tokens of the longest chunk
     short = [k for k, text in enumerate(texts) if len(text) <= long]
     values = torch.zeros_like(layout.mask, dtype=torch.float32)  # [b, n_pos]
-    errors = torch.zeros_like(values[:, 0])  # [b]
+    errors: Any = torch.zeros_like(values[:, 0])  # [b]
     for which in [short, *([k] for k in range(len(texts)) if k not in short)]:
         if which:
             part = reader.layout([texts[k] for k in which])

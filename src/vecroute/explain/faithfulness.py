@@ -130,7 +130,7 @@ def _row(
 ) -> dict[str, Any]:
     """Return the row of one text and method, from the values [n] of its tokens."""
     order = values.argsort(descending=True, stable=True)  # [n]
-    found = curves(p, judge.deleted(order), judge.kept(order))
+    found: dict[str, Any] = dict(curves(p, judge.deleted(order), judge.kept(order)))
     found |= {f"{name}_masked": value for name, value in curves(p, *masked).items()}
     found["leave_one_out"] = spearman(values, judge.drops()) if leave_one_out else None
     error = row.pop("completeness_error")
