@@ -175,6 +175,17 @@ def by_leave_one_out(reader: Reader, layout: Layout, target: Tensor, other: Tens
     return Attribution(found)
 
 
+def by_samples_and_leave_one_out(samples: int = 12) -> Method:
+    """Make the mean of two methods: ``by_samples``, and the fall of the margin without each token."""
+
+    def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
+        ways = by_samples(samples), by_leave_one_out
+        values = [way(reader, layout, target, other).values for way in ways]  # [b, n_pos] each
+        return Attribution((values[0] + values[1]) / 2)
+
+    return method
+
+
 def by_lime(n_samples: int = 500) -> Method:
     """Make the method LIME (captum) of the margin: a weighted linear fit to texts with deleted tokens."""
 
@@ -256,6 +267,7 @@ def neighbour_tree(n: int) -> np.ndarray:
 METHODS: dict[str, Method] = {
     "words": by_words,
     "words, 24 samples": by_samples(24),
+    "words, 12 samples and leave one out": by_samples_and_leave_one_out(12),
     "states": by_states(margin=True),
     "states, class": by_states(margin=False),
     "states, bias in votes": by_votes(margin=True),
