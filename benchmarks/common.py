@@ -16,12 +16,18 @@ from typing import TypeVar
 
 import torch
 from floor import Case
-from rows import RESULTS, about, append, commit, results_folder, written
+from rows import RESULTS, about, append, commit, read, results_folder, written
 from torch import Tensor, nn
 
 import vecroute as vr
 
-__all__ = ["about", "append", "commit", "written"]  # names of rows.py, for the scripts that import common
+__all__ = [
+    "about",
+    "append",
+    "commit",
+    "read",
+    "written",
+]  # names of rows.py, for the scripts that import common
 MB = 2**20
 MODES = ("fp32", "tf32", "bf16", "bf16-stored")  # bf16 uses autocast; bf16-stored stores all in bfloat16
 IMPLEMENTATIONS = ("reference", "chunked", "fused")

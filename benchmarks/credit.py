@@ -7,7 +7,8 @@
 3. The paper's largest credit matrix, 4925 x 1000, scaled to unit variance: the time and the additional peak
    memory of computing all of it, with the forward pass.
 4. Words through the frozen MiniLM, 32 sentences: the time of one margin, with its base, as a multiple of the
-   time of the predictions in the same run; and the additional peak memory for a chunk of 512 tokens.
+   time of the predictions in the same run, and the sentences explained per second; and the additional peak
+   memory for a chunk of 512 tokens.
 
 Rows are appended to credit.csv.
 """
@@ -15,6 +16,7 @@ Rows are appended to credit.csv.
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import common
 import torch
@@ -110,8 +112,8 @@ def images(device: str, repeats: int, n_inp: int = 4925, n_cls: int = 1000) -> l
     ]
 
 
-def words(device: str, repeats: int) -> list[tuple[str, float, str]]:
-    encoder = TextEncoder("minilm", device=device, dtype=torch.float32)
+def words(device: str, repeats: int, name: str = "minilm") -> list[tuple[str, float, str]]:
+    encoder = TextEncoder(name, device=device, dtype=torch.float32)
     network = vr.RoutingHead(d_emb=encoder.d_emb, depth=encoder.depth, n_cls=2).to(device).eval()
     sentences = [" ".join(["a warm and witty film , though slow ."] * (1 + k % 4)) for k in range(32)]
     texts = encoder.tokenize(sentences)
@@ -126,17 +128,22 @@ def words(device: str, repeats: int) -> list[tuple[str, float, str]]:
         outputs = [[0, 1]] * len(texts[which])
         split_texts(encoder, network, texts[which], outputs, rows[which], by_depth=by_depth, margin=True)
 
-    times: dict[str, list[float]] = {"one margin": [], "one margin by depth": []}
-    for repeat in range(repeats + 1):
-        for name, found in times.items():
-            start = time.perf_counter()
-            predict()
-            middle = time.perf_counter()
-            explain(by_depth=name.endswith("depth"))
-            if repeat:
-                found.append((time.perf_counter() - middle) / (middle - start))
-    case = "words, MiniLM, 32 sentences"
-    found_rows = [(f"{case}: {name}", statistics.median(t), "x predictions") for name, t in times.items()]
+    def seconds(run: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        run()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    ways = {"one margin": explain, "one margin by depth": partial(explain, by_depth=True)}
+    case = f"words, MiniLM, {len(sentences)} sentences"
+    found_rows = []
+    for name, run in ways.items():
+        # Each time is divided by the time of the adjacent predictions, so that other load affects both equally.
+        times = [(seconds(predict), seconds(run)) for _ in range(repeats + 3)][3:]
+        found_rows.append((f"{case}: {name}", statistics.median(b / a for a, b in times), "x predictions"))
+        speed = len(sentences) / statistics.median(b for _, b in times)
+        found_rows.append((f"{case}: {name}, speed", speed, "sentences/s"))
     texts = encoder.tokenize(["film " * 510])
     rows = [rows_of(text, chunk_step(encoder)) for text in texts]
     with Peak(device) as peak:
@@ -151,13 +158,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--n-inp", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--encoder", default="minilm", help="MiniLM: its name or a folder")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     n_inp, repeats = (10_000, 3) if options.short else (options.n_inp, options.repeats)
     rows = []
     for part in options.parts:
-        rows += million(options.device, n_inp) if part == "million" else PARTS[part](options.device, repeats)
+        given = {"million": (n_inp,), "words": (repeats, options.encoder)}.get(part, (repeats,))
+        rows += PARTS[part](options.device, *given)
     for what, value, unit in rows:
         print(f"{what:75} {value:10.3g} {unit}")
     about = common.about(options.device)

@@ -4,11 +4,14 @@
 predictions on test texts are explained by every method of ``vecroute.explain.rivals``. Rows of every text,
 seed and method are appended to words_texts.csv; rows that are there already are not measured again.
 ``--summarize`` makes words.csv from them: means, and how far each method is from "words", with intervals that
-are paired by text and seed. corpora.py says what is in DATA.
+are paired by text and seed. corpora.py says what is in DATA. Several processes may share a device, each with
+its own ``--weights`` and ``--results``; ``--merge`` joins their rows.
 """
 
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +19,19 @@ import common
 import corpora
 import normalized
 import numpy as np
-import pandas
 import torch
+from torch import Tensor
 
 import vecroute as vr
 from vecroute.classifier.parts import ready
-from vecroute.explain.attribution import Reader
-from vecroute.explain.faithfulness import Judge, agreement, measure, summarize
+from vecroute.explain.attribution import Attribution, Layout, Reader
+from vecroute.explain.faithfulness import agreement, measure, summarize
+from vecroute.explain.judge import Judge, ask_all
 from vecroute.explain.rivals import METHODS
 
-GROUP = 20  # number of texts that are measured before their rows are written
+GROUP = {"cuda": 100, "cpu": 20}  # number of texts that are measured before their rows are written
 CHECKED = 50  # number of texts for the checks of agreement, randomisation and memory
+EXACT = ("words", "states")  # methods whose values add up to the score
 SEEDS = (0, 1, 2)
 TEXTS = {"sst2": 500, "imdb": 200}  # how many test texts, unless --texts says otherwise
 OURS = "words"
@@ -40,7 +45,12 @@ def fit(task: str, seed: int, options: Any) -> None:
         texts, labels = corpora.load(task, "train", options.data, whole=True)
         chosen = random.Random(0).sample(range(len(texts)), min(options.fit, len(texts)))
         classifier = vr.RoutingClassifier(
-            options.encoder, random_state=seed, device=options.device, cache=options.weights / "cache"
+            options.encoder,
+            random_state=seed,
+            device=options.device,
+            cache=options.weights / "cache",
+            calibrate=False,  # scores are compared at temperature 1
+            estimate=False,
         )
         classifier.fit([texts[k] for k in chosen], [labels[k] for k in chosen])
         classifier.save_pretrained(folder)
@@ -96,16 +106,42 @@ def check(task: str, trained: list[Reader], texts: list[str], method: str, devic
     }
 
 
-def judged(reader: Reader, text: str, rows: list[dict[str, Any]]) -> None:
-    """Add the normalised measures to the rows of one text."""
-    (tokens,) = reader.tokens([text])
-    layout = reader.layout([tokens])
-    target, other = reader.scores(layout).topk(2).indices.unbind(-1)  # [1] each
-    judge = Judge(reader, tokens, target[0], other[0])
-    limits = normalized.bounds(judge)
-    for row in rows:
-        values = METHODS[row["method"]](reader, layout, target, other).values[0][layout.content[0]]  # [n]
-        row |= normalized.normalized(judge, values.argsort(descending=True, stable=True), limits)
+class Recorded:
+    """A method that keeps its values of each text, and that computes in IEEE float32 if its values add up."""
+
+    def __init__(self, name: str):
+        self.method, self.exact = METHODS[name], name.startswith(EXACT)
+        self.values: dict[tuple[int, ...], Tensor] = {}  # token ids -> [n]
+
+    def __call__(self, reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
+        with common.product_precision("fp32") if self.exact else nullcontext():
+            found = self.method(reader, layout, target, other)
+        for text, values, content in zip(layout.texts(), found.values, layout.content, strict=True):
+            self.values[tuple(text)] = values[content].cpu()
+        return found
+
+
+def add_normalized(
+    reader: Reader, tokens: list[list[int]], rows: list[dict[str, Any]], methods: dict[str, Recorded]
+) -> None:
+    """Add the normalised measures to the rows of texts, given as token ids."""
+    own = [row for row in rows if row["text"] in {k for k, ids in enumerate(tokens) if ids}]
+    if not own:
+        return
+    which = sorted({row["text"] for row in own})
+    pairs = reader.scores(reader.layout([tokens[k] for k in which])).topk(2).indices.tolist()
+    judges = {k: Judge(reader, tokens[k], *pair) for k, pair in zip(which, pairs, strict=True)}
+    limits = dict(zip(which, normalized.bounds(list(judges.values())), strict=True))
+    orders = [
+        methods[row["method"]].values[tuple(tokens[row["text"]])].argsort(descending=True, stable=True)
+        for row in own
+    ]  # [n] each
+    asked = [judges[row["text"]] for row in own]
+    for one_way in (orders, [order.flip(0) for order in orders]):
+        texts = [normalized.shortened(judge, order) for judge, order in zip(asked, one_way, strict=True)]
+        ask_all(asked, texts)
+    for row, judge, order in zip(own, asked, orders, strict=True):
+        row |= normalized.normalized(judge, order, limits[row["text"]])
 
 
 def make_summary(results: Path) -> None:
@@ -113,6 +149,8 @@ def make_summary(results: Path) -> None:
 
     Heads of several seeds explain the same texts. So each text counts once, with its mean over the seeds.
     """
+    import pandas
+
     rows = pandas.read_csv(results / "words_texts.csv")
     summary = []
     for (task, device), own in rows.groupby(["task", "device"], sort=False):
@@ -130,19 +168,19 @@ def make_summary(results: Path) -> None:
     plot(pandas.DataFrame([row for row in summary if row["of"] == "mean"]), results)
 
 
-def over_seeds(rows: pandas.DataFrame, measures: Sequence[str]) -> list[dict[str, Any]]:
+def over_seeds(rows: Any, measures: Sequence[str]) -> list[dict[str, Any]]:
     """Return the mean of each measure over the seeds, a row for each method and text."""
     means = rows.groupby(["method", "text"], sort=False)[list(measures)].mean()
     return means.reset_index().to_dict("records")
 
 
-def measures(rows: pandas.DataFrame) -> list[str]:
+def measures(rows: Any) -> list[str]:
     """Return the columns of numbers that are measured."""
     first, last = rows.columns.get_loc("seconds"), rows.columns.get_loc("device")
     return list(rows.columns[first:last])
 
 
-def plot(summary: pandas.DataFrame, results: Path) -> None:
+def plot(summary: Any, results: Path) -> None:
     import matplotlib.pyplot as plt
 
     tasks, shown = list(dict.fromkeys(summary.task)), ("comprehensiveness", "sufficiency")
@@ -157,13 +195,13 @@ def plot(summary: pandas.DataFrame, results: Path) -> None:
     figure.savefig(results / "words.png", dpi=150)
 
 
-def one_of_each(own: pandas.DataFrame) -> pandas.DataFrame:
+def one_of_each(own: Any) -> Any:
     """Return the row with the most texts for each method, from any device, the last method first."""
     most = own.sort_values("texts", ascending=False, kind="stable").drop_duplicates("method")
     return most.set_index("method").reindex([m for m in METHODS if m in set(own.method)][::-1]).reset_index()
 
 
-def bars(axis: Any, own: pandas.DataFrame) -> None:
+def bars(axis: Any, own: Any) -> None:
     """Draw a bar for the mean of each method, with its interval."""
     colors = ["tab:red" if method.startswith(OURS) else "tab:blue" for method in own.method]
     axis.barh(own.method, own["mean"], color=colors, alpha=0.7)
@@ -174,21 +212,35 @@ def bars(axis: Any, own: pandas.DataFrame) -> None:
 def measured(results: Path, about: dict[str, Any]) -> set[tuple]:
     """Return the task, seed, text and method of all existing rows of this device."""
     path = results / "words_texts.csv"
-    if not path.exists():
-        return set()
-    rows = pandas.read_csv(path)
-    own = rows[rows.device == about["device"]]
-    return set(own[["task", "seed", "text", "method"]].itertuples(index=False, name=None))
+    rows = common.read(path) if path.exists() else []
+    return {
+        (row["task"], int(row["seed"]), int(row["text"]), row["method"])
+        for row in rows
+        if row["device"] == about["device"]
+    }
 
 
-def rows_of(reader: Reader, texts: list[str], methods: list[str], options: Any) -> list[dict[str, Any]]:
+def merge(files: list[Path], results: Path) -> None:
+    """Append the rows of other files to words_texts.csv, except those that it has."""
+    key = itemgetter("task", "seed", "text", "method", "device")
+    path = results / "words_texts.csv"
+    known = {key(row) for row in common.read(path)} if path.exists() else set()
+    for file in files:
+        rows = [row for row in common.read(file) if key(row) not in known]
+        known |= {key(row) for row in rows}
+        if rows:
+            common.append(path, rows)
+
+
+def rows_of(reader: Reader, texts: list[str], names: list[str], options: Any) -> list[dict[str, Any]]:
     """Return the rows of some texts, with the normalised measures of those that are short enough for them."""
-    rows = measure(reader, texts, methods, leave_one_out=not options.no_leave_one_out)
-    empty = {"comprehensiveness_normalized": None, "sufficiency_normalized": None}
-    rows = [row | empty for row in rows]
-    short = {k for k, ids in enumerate(reader.tokens(texts)) if 1 < len(ids) <= options.normalized}
-    for k in sorted(short):
-        judged(reader, texts[k], [row for row in rows if row["text"] == k])
+    methods = {name: Recorded(name) for name in names}
+    with common.product_precision("tf32" if options.tf32 else "fp32"):
+        rows = measure(reader, texts, methods, leave_one_out=not options.no_leave_one_out)
+        empty = {"comprehensiveness_normalized": None, "sufficiency_normalized": None}
+        rows = [row | empty for row in rows]
+        tokens = [ids if 1 < len(ids) <= options.normalized else [] for ids in reader.tokens(texts)]
+        add_normalized(reader, tokens, rows, methods)
     return rows
 
 
@@ -206,11 +258,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--normalized", type=int, default=0, help="longest text to normalise, in tokens")
     parser.add_argument("--no-leave-one-out", action="store_true")
     parser.add_argument("--check", action="store_true", help="agreement over seeds, randomisation, memory")
+    parser.add_argument("--tf32", action="store_true", help="tf32 products, except in methods that add up")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="only join rows of other files")
     parser.add_argument("--summarize", action="store_true", help="only sum up the rows there are")
     options = parser.parse_args(arguments)
+    if options.merge:
+        return merge(options.merge, options.results)
     if options.summarize:
         return make_summary(options.results)
-    about = common.about(options.device)
+    about, step = common.about(options.device), GROUP[torch.device(options.device).type]
     for task in options.tasks:
         trained = readers(task, options)
         options.texts = 4 if options.short else options.texts or TEXTS[task]
@@ -223,8 +279,8 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         done = measured(options.results, about)
         for seed, reader in zip(options.seeds, trained, strict=True):
-            for start in range(0, len(texts), GROUP):
-                group = texts[start : start + GROUP]
+            for start in range(0, len(texts), step):
+                group = texts[start : start + step]
                 places = range(start, start + len(group))
                 left = [m for m in options.methods if any((task, seed, k, m) not in done for k in places)]
                 if not left:

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import common
 import corpora
+import torch
 
 import vecroute as vr
+from vecroute.encoders import TextEncoder
 from vecroute.explain.attribution import Reader
 from vecroute.explain.rivals import METHODS
 
@@ -97,10 +99,17 @@ def main(arguments: list[str] | None = None) -> None:
             train = make(task, sentences("train", options.data, seed)[:n_fit], seed)
             test = make(task, sentences("test", options.data, seed)[:n_test], seed + 1000)
             classifier = vr.RoutingClassifier(
-                encoder=options.encoder, random_state=seed, device=options.device, cache=False, verbose=False
+                encoder=options.encoder,
+                random_state=seed,
+                device=options.device,
+                cache=False,
+                verbose=False,
+                calibrate=False,
+                estimate=False,
             )
             classifier.fit([planted.text for planted in train], [planted.label for planted in train])
-            reader = Reader(classifier.encoder_, classifier.head_)
+            encoder = TextEncoder(options.encoder, device=options.device, dtype=torch.float32)
+            reader = Reader(encoder, classifier.head_)
             classes = classifier.classes_.tolist()
             for method in options.methods:
                 told = found(reader, test, classes, method)

@@ -45,6 +45,10 @@ def test_rows_resume_and_differences_are_paired(data, tmp_path):
     assert len(rows) == 2 * 4 * 3
     pd.testing.assert_frame_equal(rows[: len(first)], first)
     assert not rows.duplicated(["task", "seed", "text", "method"]).any()
+    other = tmp_path / "other"
+    for _ in range(2):  # rows that are there already are not added again
+        faithfulness.main(["--merge", str(tmp_path / "words_texts.csv"), "--results", str(other)])
+    pd.testing.assert_frame_equal(pd.read_csv(other / "words_texts.csv"), rows)
     faithfulness.main(["--summarize", "--results", str(tmp_path)])
     summary = pd.read_csv(tmp_path / "words.csv")
     ahead = summary[(summary.of == "words less this") & (summary.method == "random")]
@@ -64,6 +68,7 @@ class Known:
         rng = np.random.default_rng(0)
         sets = [s for n in range(5) for s in itertools.combinations(self.tokens, n)]
         self.p = dict(zip(sets, rng.random(len(sets)), strict=True))
+        self.known = self.p
 
     def some(self, keep):
         return tuple(t for t, stays in zip(self.tokens, keep.tolist(), strict=True) if stays)
@@ -75,7 +80,7 @@ class Known:
 def test_bounds_are_those_of_all_orders():
     judge = Known()
     every = [normalized.aopc(judge, torch.tensor(order)) for order in itertools.permutations(range(4))]
-    low, high = normalized.bounds(judge, width=24)
+    [(low, high)] = normalized.bounds([judge], width=24)
     assert (low, high) == (pytest.approx(min(every)), pytest.approx(max(every)))
     best = torch.tensor(list(itertools.permutations(range(4)))[int(np.argmax(every))])
     assert normalized.normalized(judge, best, (low, high))["comprehensiveness_normalized"] == pytest.approx(1)

@@ -15,7 +15,7 @@ from vecroute.cli import main
 from vecroute.encoders import TextEncoder
 from vecroute.explain.attribution import Attribution, Reader
 from vecroute.explain.faithfulness import FRACTIONS, agreement, measure, spearman, summarize
-from vecroute.explain.rivals import METHODS, by_shap, neighbour_tree, repeated
+from vecroute.explain.rivals import METHODS, by_shap, integrated, neighbour_tree, repeated
 from vecroute.explain.text import explain_words
 from vecroute.heads import make_head
 
@@ -116,6 +116,35 @@ def test_words_are_the_contributions_of_explanations(encoder):
     for k, (fields, _) in enumerate(explain_words(encoder, reader.head, SOME, pairs)):
         margin = fields["values"][:, 0, 0] - fields["values"][:, 0, 1]  # [n]
         torch.testing.assert_close(values[k][layout.mask[k]], margin, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
+def test_integrated_gradients_equal_those_of_captum():
+    captum = pytest.importorskip("captum.attr")
+    x, without = torch.randn(2, 3, 5, 4, dtype=torch.float64)  # [b, n, d] each
+    weight = torch.randn(4, 4, dtype=torch.float64)
+
+    def outputs(x):
+        return (x @ weight).tanh().prod(-1).sum(-1)
+
+    expected = captum.IntegratedGradients(lambda x: outputs(x)).attribute(x, without, n_steps=20)
+    torch.testing.assert_close(integrated(outputs, x, without, 20), expected)
+    assert expected.abs().max() > 1e-3
+
+
+def test_values_in_a_batch_are_those_alone(reader):
+    """Long and short texts, in batches over texts and sub-texts and alone, get the same values."""
+    texts = reader.tokens([*SOME, "good"])
+    whole = reader.layout(texts)
+    pairs = reader.scores(whole).topk(2).indices
+    for name in ("words", "words, 24 samples", "leave one out"):
+        together = METHODS[name](reader, whole, *pairs.unbind(-1)).values
+        for k, ids in enumerate(texts):
+            alone = reader.layout([ids])
+            values = METHODS[name](reader, alone, *pairs[k : k + 1].unbind(-1)).values
+            torch.testing.assert_close(
+                together[k][whole.mask[k]], values[alone.mask], rtol=1e-3, atol=1e-4, msg=name
+            )
 
 
 def test_margins_of_both_ways_are_opposite(reader):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FULL = (torch.float32, torch.float64)  # dtypes in which native_layer_norm returns a scale of full precision
 Rule = Callable[..., tuple[Any, Callable[..., Any]]]
 
 
@@ -90,19 +91,22 @@ def dropout(func, input, p=0.5, training=True, inplace=False):
     return input, lambda input, *_, **__: input
 
 
-def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, *_):
+def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, *__):
     dims = tuple(range(-len(normalized_shape), 0))
     with torch.no_grad():
-        value = func(input, normalized_shape, weight, bias, eps)
-        scale = (_float(input).var(dims, correction=0, keepdim=True) + eps).rsqrt()
-        weight = 1 if weight is None else weight.detach()
+        if input.dtype in FULL and (weight is None or weight.dtype == input.dtype):
+            value, _, scale = torch.native_layer_norm(input, normalized_shape, weight, bias, eps)
+        else:
+            value = func(input, normalized_shape, weight, bias, eps)
+            scale = (input.float().var(dims, correction=0, keepdim=True) + eps).rsqrt()
+        scale = scale if weight is None else scale * weight.detach()
 
     def gradient(grad):
-        grad = grad * weight * scale
+        grad = grad * scale
         return grad - grad.mean(dims, keepdim=True)
 
     def affine(input, *_, **__):
-        x = (input - input.mean(dims, keepdim=True)) * scale * weight
+        x = (input - input.mean(dims, keepdim=True)) * scale
         return (x if bias is None else x + bias).to(value.dtype)
 
     return linear(input, value, gradient), affine

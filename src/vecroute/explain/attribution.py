@@ -5,6 +5,7 @@ speaks for class ``target``. Some methods explain the margin over class ``other`
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.compose.contribution import completeness_error, contributions
-from vecroute.encoders.text import TextEncoder
+from vecroute.encoders.text import TextEncoder, length_batches
 from vecroute.explain.samples import sub_texts
 from vecroute.explain.through import word_table
 from vecroute.explain.words import HeldHead, Reading, Run, split_words
 from vecroute.heads import RoutingHead
+
+POSITIONS = {"cuda": 32_768, "cpu": 2_048}  # positions that are encoded at once
 
 
 class Layout(NamedTuple):
@@ -27,6 +30,11 @@ class Layout(NamedTuple):
     rows: Tensor  # [b, n_pos] index of each routed position among the c n positions
     mask: Tensor  # [b, n_pos] False at padding
     content: Tensor  # [b, n_pos] True at tokens of the text, False at special tokens
+
+    def texts(self) -> list[list[int]]:
+        """Return the token ids of each text, without special tokens."""
+        ids, content = self.ids.flatten()[self.rows].cpu(), self.content.cpu()  # [b, n_pos] each
+        return [row[own].tolist() for row, own in zip(ids, content, strict=True)]
 
 
 class Reader:
@@ -61,31 +69,26 @@ class Reader:
     def layout(self, texts: Sequence[Sequence[int]]) -> Layout:
         """Arrange token ids in chunks with special tokens, in the same way as ``TextEncoder``."""
         size = self.encoder.max_length - len(self.before) - len(self.after)
-        chunks: list[list[int]] = []
-        places, contents = [], []
-        for text in texts:
-            place, inner = [], []
-            for start in range(0, max(len(text), 1), size):
-                chunk = [*self.before, *text[start : start + size], *self.after]
-                inside = range(len(self.before), len(chunk) - len(self.after))
-                for k in range(len(chunk)):
-                    if k in inside or self.encoder.special_tokens:
-                        place.append((len(chunks), k))
-                        inner.append(k in inside)
-                chunks.append(chunk)
-            places.append(place)
-            contents.append(inner)
-        longest, n_pos = max(map(len, chunks)), max(1, *map(len, places))
-        pad = self.encoder.tokenizer.pad_token_id or 0
-        ids = torch.tensor([chunk + [pad] * (longest - len(chunk)) for chunk in chunks])  # [c, n]
+        parts = [
+            (b, text[start : start + size])
+            for b, text in enumerate(texts)
+            for start in range(0, max(len(text), 1), size)
+        ]
+        chunks = [[*self.before, *part, *self.after] for _, part in parts]
         lengths = torch.tensor([len(chunk) for chunk in chunks])[:, None]  # [c, 1]
-        rows = torch.tensor(
-            [[c * longest + k for c, k in place] + [0] * (n_pos - len(place)) for place in places]
-        )  # [b, n_pos]
-        used = torch.arange(n_pos) < torch.tensor([len(place) for place in places])[:, None]  # [b, n_pos]
-        content = torch.tensor([row + [False] * (n_pos - len(row)) for row in contents])  # [b, n_pos]
-        attended = torch.arange(longest) < lengths  # [c, n]
-        return Layout(*(t.to(self.device) for t in (ids, attended, rows, used, content)))
+        column = torch.arange(int(lengths.max()))  # [n]
+        attended = column < lengths  # [c, n]
+        ids = torch.full(attended.shape, self.encoder.tokenizer.pad_token_id or 0)  # [c, n]
+        ids[attended] = torch.tensor(list(chain.from_iterable(chunks)))
+        inner = (column >= len(self.before)) & (column < lengths - len(self.after))  # [c, n]
+        used = attended if self.encoder.special_tokens else inner  # [c, n]
+        of = torch.tensor([b for b, _ in parts])  # [c] the text of each chunk
+        n_used = torch.zeros(len(texts), dtype=torch.long).index_add_(0, of, used.sum(-1))  # [b]
+        mask = torch.arange(max(1, int(n_used.max()))) < n_used[:, None]  # [b, n_pos]
+        rows, content = torch.zeros(mask.shape, dtype=torch.long), torch.zeros_like(mask)  # [b, n_pos] each
+        rows[mask] = used.flatten().nonzero()[:, 0]  # chunks are in the order of their texts
+        content[mask] = inner[used]
+        return Layout(*(t.to(self.device) for t in (ids, attended, rows, mask, content)))
 
     def hidden(self, layout: Layout, embeddings: Tensor | None = None) -> Tensor:
         """Return hidden states [b, n_pos, depth, d_emb] of the token ids, or of embeddings [c, n, d_emb]."""
@@ -136,14 +139,19 @@ def by_words(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> A
         return _words_of_chunks(reader, layout, target, other)
     # The encoder reads the chunks of a long text separately, and the head reads them together. So each long
     # text is explained alone.
+    texts = layout.texts()
+    long = max(len(layout.ids[0]) - len(reader.before) - len(reader.after), 1)  # tokens of the longest chunk
+    short = [k for k, text in enumerate(texts) if len(text) <= long]
     values = torch.zeros_like(layout.mask, dtype=torch.float32)  # [b, n_pos]
-    errors: list[Any] = []
-    for k in range(len(layout.rows)):
-        ids = layout.ids.flatten()[layout.rows[k]][layout.content[k]].tolist()
-        found = _words_of_chunks(reader, reader.layout([ids]), target[k : k + 1], other[k : k + 1])
-        values[k, layout.mask[k]] = found.values[0]
-        errors.append(found.completeness_error)
-    return Attribution(values, torch.cat(errors))
+    errors: Any = torch.zeros_like(values[:, 0])  # [b]
+    for which in [short, *([k] for k in range(len(texts)) if k not in short)]:
+        if which:
+            part = reader.layout([texts[k] for k in which])
+            found = _words_of_chunks(reader, part, target[which], other[which])
+            for row, k in enumerate(which):
+                values[k, layout.mask[k]] = found.values[row][part.mask[row]]
+            errors[which] = found.completeness_error
+    return Attribution(values, errors)
 
 
 def _words_of_chunks(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
@@ -168,31 +176,26 @@ def by_samples(samples: int = 24) -> Method:
 
     def method(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
         found = by_words(reader, layout, target, other).values  # [b, n_pos]
-        for k in range(len(found)):
-            ids = layout.ids.flatten()[layout.rows[k]][layout.content[k]].tolist()
-            halves = sub_texts(reader.words(ids), samples, seed=0)
-            if halves:
-                found[k, layout.content[k]] = mean_over(reader, ids, halves, target[k], other[k])
-        return Attribution(found)
+        texts = layout.texts()
+        drawn = [
+            (k, [bool(stays) for stays in keep])
+            for k, ids in enumerate(texts)
+            for keep in sub_texts(reader.words(ids), samples, seed=0)
+        ]
+        total, count = torch.zeros(found.shape), torch.zeros(found.shape)  # [b, n_pos] each
+        content = layout.content.cpu()  # [b, n_pos]
+        for which in length_batches([sum(keep) + 2 for _, keep in drawn], POSITIONS[reader.device.type]):
+            parts = [drawn[m] for m in which]
+            kept = reader.layout([list(compress(texts[k], keep)) for k, keep in parts])
+            rows = torch.tensor([k for k, _ in parts], device=target.device)  # [m]
+            values = by_words(reader, kept, target[rows], other[rows]).values.cpu()  # [m, n_pos]
+            for (k, keep), own, inner in zip(parts, values, kept.content.cpu(), strict=True):
+                places = content[k].nonzero()[:, 0][torch.tensor(keep)]  # positions of the kept tokens
+                total[k, places] += own[inner]
+                count[k, places] += 1
+        return Attribution(torch.where(count.to(found) > 0, (total / count).to(found), found))
 
     return method
-
-
-def mean_over(
-    reader: Reader, ids: Sequence[int], halves: Sequence[Sequence[bool]], target: Tensor, other: Tensor
-) -> Tensor:
-    """Return the mean contribution [n] of each token over the sub-texts that contain it."""
-    total, count = torch.zeros(len(ids)), torch.zeros(len(ids))  # [n] each
-    size = max(1, 2_048 // (len(ids) + 2))
-    for start in range(0, len(halves), size):
-        kept = torch.tensor(halves[start : start + size])  # [m, n]
-        layout = reader.layout([[t for t, stays in zip(ids, row, strict=True) if stays] for row in kept])
-        wanted = target.expand(len(kept)), other.expand(len(kept))  # [m] each
-        values = by_words(reader, layout, *wanted).values  # [m, n_pos]
-        for row, own, content in zip(kept, values, layout.content, strict=True):
-            total[row] += own[content].cpu()
-            count[row] += 1
-    return (total / count).to(target.device)  # [n]
 
 
 def by_states(*, margin: bool) -> Method:
@@ -249,7 +252,7 @@ def scores_of(reader: Reader, texts: Sequence[Sequence[int]], target: Tensor, ot
     """Return the margin of one pair of classes for many texts, [n]."""
     n, found = len(texts), []
     longest = max(1, *map(len, texts))
-    size = max(1, (65_536 if reader.device.type == "cuda" else 2_048) // (longest + 2))
+    size = max(1, POSITIONS[reader.device.type] // (longest + 2))
     for start in range(0, n, size):
         scores = reader.scores(reader.layout(texts[start : start + size]))  # [b, n_cls]
         found.append(margins(scores, target.expand(len(scores)), other.expand(len(scores))))

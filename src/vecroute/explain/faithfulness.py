@@ -9,20 +9,12 @@ import torch
 from torch import Tensor
 
 from vecroute.encoders.text import length_batches
-from vecroute.explain.attribution import Layout, Method, Reader, margins
+from vecroute.explain.attribution import Method, Reader
+from vecroute.explain.judge import BATCH_POSITIONS, CURVE, FRACTIONS, Curve, Judge, ask_all, ask_masked
 from vecroute.explain.rivals import METHODS
 from vecroute.ops.checks import check_choice
 
-FRACTIONS = (
-    0.05,
-    0.1,
-    0.2,
-    0.3,
-    0.5,
-)  # shares of the tokens; comprehensiveness and sufficiency are means over them
-CURVE = (0.1, 0.3, 0.5, 0.7, 0.9)  # shares of the tokens; insertion and deletion are curves over them
 WIDTH = 100  # width of the table in characters
-BATCH_POSITIONS = {"cuda": 32_768, "cpu": 2_048}
 # The measures, and whether more is better.
 MEASURES = {
     "comprehensiveness": True,
@@ -102,31 +94,50 @@ def measure_batch(
     """Return the rows of some texts, given as token ids."""
     layout = reader.layout(tokens)
     scores = reader.scores(layout)  # [b, n_cls]
-    target, other = scores.topk(2).indices.unbind(-1)  # [b] each
-    p = scores.softmax(-1).gather(-1, target[:, None])[:, 0].tolist()
-    judges = [Judge(reader, *columns) for columns in zip(tokens, target, other, strict=True)]
-    drops = [judge.drops() for judge in judges] if leave_one_out else []  # [n] each
-    rows = []
+    pairs = scores.topk(2).indices  # [b, 2]
+    judges = [Judge(reader, ids, *pair) for ids, pair in zip(tokens, pairs.tolist(), strict=True)]
+    asked: list[list[tuple[int, ...]]] = [judge.one_less() if leave_one_out else [] for judge in judges]
+    rows, orders = [], []
     for name, method in methods.items():
         started = time.perf_counter()
-        values, error = method(reader, layout, target, other)  # [b, n_pos], [b]
-        if values.is_cuda:
-            torch.cuda.synchronize()
+        values, error = method(reader, layout, *pairs.unbind(-1))  # [b, n_pos], [b]
+        values = values.cpu()  # waits for the GPU
         seconds = (time.perf_counter() - started) / len(tokens)
+        said = [row[content] for row, content in zip(values, layout.content.cpu(), strict=True)]  # [n] each
+        own = [each.argsort(descending=True, stable=True) for each in said]  # [n] each
+        orders.append(own)
         for k, judge in enumerate(judges):
-            said = values[k][layout.content[k]]  # [n]
-            order = said.argsort(descending=True, stable=True)  # [n]
+            asked[k] += judge.parts(own[k])
             row = {"text": which[k], "n_tokens": len(tokens[k]), "method": name, "seconds": seconds}
-            row |= curves(p[k], judge.deleted(order), judge.kept(order))
-            masked = curves(p[k], *judge.masked(order, layout, k))
-            row |= {f"{measure}_masked": value for measure, value in masked.items()}
-            row["leave_one_out"] = spearman(said, drops[k]) if drops else None
             row["completeness_error"] = None if error is None else float(error[k])
-            rows.append(row)
-    return rows
+            rows.append((k, said[k], row))
+    ask_all(judges, asked)
+    p = scores.softmax(-1).gather(-1, pairs[:, :1])[:, 0].tolist()
+    masked = [at for own in orders for at in ask_masked(judges, layout, own)]
+    return [
+        _row(judges[k], p[k], values, row, at, leave_one_out)
+        for (k, values, row), at in zip(rows, masked, strict=True)
+    ]
 
 
-def curves(p: float, deleted: dict[float, float], kept: dict[float, float]) -> dict[str, float]:
+def _row(
+    judge: Judge,
+    p: float,
+    values: Tensor,
+    row: dict[str, Any],
+    masked: tuple[Curve, Curve],
+    leave_one_out: bool,
+) -> dict[str, Any]:
+    """Return the row of one text and method, from the values [n] of its tokens."""
+    order = values.argsort(descending=True, stable=True)  # [n]
+    found: dict[str, Any] = dict(curves(p, judge.deleted(order), judge.kept(order)))
+    found |= {f"{name}_masked": value for name, value in curves(p, *masked).items()}
+    found["leave_one_out"] = spearman(values, judge.drops()) if leave_one_out else None
+    error = row.pop("completeness_error")
+    return row | found | {"completeness_error": error}
+
+
+def curves(p: float, deleted: Curve, kept: Curve) -> dict[str, float]:
     """Return the measures of one text, from its probabilities with shares of its tokens deleted or kept."""
     return {
         "comprehensiveness": float(np.mean([p - deleted[share] for share in FRACTIONS])),
@@ -136,90 +147,10 @@ def curves(p: float, deleted: dict[float, float], kept: dict[float, float]) -> d
     }
 
 
-def area(p: float, at: dict[float, float]) -> float:
+def area(p: float, at: Curve) -> float:
     """Return the area under the curve through p at share 0 and ``at`` the shares of ``CURVE``."""
     shares = sorted(share for share in at if any(abs(share - c) < 1e-9 for c in CURVE))
     return float(np.trapezoid([p, *(at[share] for share in shares)], [0.0, *shares]) / shares[-1])
-
-
-class Judge:
-    """Compute probabilities of one text with some tokens deleted, and remember earlier results."""
-
-    def __init__(self, reader: Reader, tokens: list[int], target: Tensor, other: Tensor):
-        self.reader, self.tokens, self.target, self.other = reader, tokens, target, other
-        self.known: dict[tuple[int, ...], tuple[float, float]] = {}  # tokens -> p and margin
-
-    def ask(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
-        """Return the probability and the margin of texts made of some of the tokens."""
-        new = [text for text in dict.fromkeys(texts) if text not in self.known]
-        for group in length_batches([len(t) + 2 for t in new], BATCH_POSITIONS[self.reader.device.type]):
-            scores = self.reader.scores(self.reader.layout([new[k] for k in group]))  # [b, n_cls]
-            p = scores.softmax(-1)[:, self.target].tolist()
-            margin = margins(scores, self.target.expand(len(p)), self.other.expand(len(p))).tolist()
-            for k, *pair in zip(group, p, margin, strict=True):
-                self.known[new[k]] = (pair[0], pair[1])
-        return [self.known[text] for text in texts]
-
-    def some(self, keep: Tensor) -> tuple[int, ...]:
-        """Return the tokens at which keep [n] is True."""
-        return tuple(t for t, stays in zip(self.tokens, keep.tolist(), strict=True) if stays)
-
-    def shares(self, order: Tensor) -> dict[float, Tensor]:
-        """Return for every measured share a mask [n] of the first tokens, at least one."""
-        rank = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )  # [n]
-        return {
-            share: rank < max(1, round(share * len(order))) for share in sorted({*FRACTIONS, *CURVE})
-        }  # [n] each
-
-    def deleted(self, order: Tensor) -> dict[float, float]:
-        shares = self.shares(order)
-        found = self.ask([self.some(~first) for first in shares.values()])
-        return {share: p for share, (p, _) in zip(shares, found, strict=True)}
-
-    def kept(self, order: Tensor) -> dict[float, float]:
-        shares = self.shares(order)
-        found = self.ask([self.some(first) for first in shares.values()])
-        return {share: p for share, (p, _) in zip(shares, found, strict=True)}
-
-    def masked(self, order: Tensor, layout: Layout, k: int) -> tuple[dict[float, float], dict[float, float]]:
-        """Do the same as ``deleted`` and ``kept``, but keep the hidden states and mask tokens at the head."""
-        if not hasattr(self, "hidden"):
-            with torch.no_grad():
-                alone = self.reader.layout([self.tokens])
-                self.hidden, self.content = (
-                    self.reader.hidden(alone),
-                    alone.content[0],
-                )  # [1, n_pos, ...], [n_pos]
-        shares = self.shares(order)
-        first = torch.stack(list(shares.values()))  # [k, n]
-        masks = (~self.content).expand(2 * len(first), -1).clone()  # [2 k, n_pos], True at special tokens
-        masks[:, self.content] = torch.cat([~first, first])
-        size = max(1, BATCH_POSITIONS[self.reader.device.type] // masks.shape[1])
-        with torch.no_grad():
-            p = torch.cat(
-                [
-                    self.reader.head(self.hidden.expand(len(part), -1, -1, -1), part).softmax(-1)[
-                        :, self.target
-                    ]
-                    for part in masks.split(size)
-                ]
-            ).tolist()
-        return dict(zip(shares, p[: len(first)], strict=True)), dict(
-            zip(shares, p[len(first) :], strict=True)
-        )
-
-    def drops(self) -> Tensor:
-        """Return how much the margin falls when each token is deleted alone, [n]."""
-        everything = torch.ones(len(self.tokens), dtype=torch.bool)  # [n]
-        texts = [tuple(self.tokens)]
-        for k in range(len(everything)):
-            keep = everything.clone()
-            keep[k] = False
-            texts.append(self.some(keep))
-        (_, whole), *rest = self.ask(texts)
-        return torch.tensor([whole - margin for _, margin in rest])  # [n]
 
 
 def spearman(a: Tensor, b: Tensor) -> float:

@@ -42,11 +42,21 @@ def split_texts(
         for b, k in enumerate(which):
             own = chunks[at : at + len(texts[k].chunks)]
             at += len(own)
-            values = own[0].new_zeros(len(rows[k].start), *own[0].shape[1:])  # [n_rows, depth or 1, k]
-            for index, part in zip(rows[k].of, own, strict=True):
-                values.index_add_(0, torch.tensor(index, device=values.device), part[: len(index)])
-            found[k] = TextSplit(values, split.base[b], split.scores[b], split.all_scores[b])
+            found[k] = TextSplit(
+                _rows_from(own, rows[k]), split.base[b], split.scores[b], split.all_scores[b]
+            )
     return found
+
+
+def _rows_from(chunks: Sequence[Tensor], rows: Rows) -> Tensor:
+    """Return the values of the rows of a text, [n_rows, depth or 1, k], from those of its chunks."""
+    n = len(rows.start)
+    if len(chunks) == 1 and len(rows.of[0]) == n:  # each position is a row
+        return chunks[0][:n]
+    values = chunks[0].new_zeros(n, *chunks[0].shape[1:])  # [n_rows, depth or 1, k]
+    for index, part in zip(rows.of, chunks, strict=True):
+        values.index_add_(0, torch.tensor(index, device=values.device), part[: len(index)])
+    return values
 
 
 def explain_words(

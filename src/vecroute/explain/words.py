@@ -133,7 +133,7 @@ def _hold(reading: Reading, run: Run) -> HeldEncoder:
 
 def _kept(states: Sequence[Tensor], keep: Tensor) -> Tensor:
     """Return the hidden states [m, depth, d] of the positions that go to the head."""
-    return torch.stack([state[keep] for state in states], 1)
+    return torch.stack(list(states), 2)[keep]
 
 
 def _padded(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
@@ -146,15 +146,17 @@ def _padded(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
 
 def _pulled(held: HeldEncoder, keep: Tensor, gradients: Sequence[Tensor], by_depth: bool) -> Tensor:
     """Return what each position of a run adds, [r, n, depth or 1, k], from gradients [m, depth, d]."""
-    states = [state[keep] for state in held.states]  # [m, d] each
+    states = held.states  # [r, n, d] each
     ways = [[level] for level in range(len(states))] if by_depth else [list(range(len(states)))]
     found, left = [], len(gradients) * len(ways)
     for gradient in gradients:
-        columns = []
+        full = gradient.new_zeros(*keep.shape, *gradient.shape[1:], device=keep.device)  # [r, n, depth, d]
+        full[keep] = gradient.to(keep.device)
+        given, columns = full.unbind(2), []
         for way in ways:
             left -= 1
-            given = [gradient[:, level].to(keep.device) for level in way]  # [m, d] each
-            columns.append(held.pull([states[level] for level in way], given, keep=left > 0))  # [r, n]
+            chosen = [states[level] for level in way], [given[level] for level in way]
+            columns.append(held.pull(*chosen, keep=left > 0))  # [r, n]
         found.append(torch.stack(columns, -1))  # [r, n, depth]
     return torch.stack(found, -1)  # [r, n, depth, k]
 
