@@ -1,14 +1,12 @@
 """Hidden states on the device of the head: all of them where they fit, else those of the next batches."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vecroute.ahead import ahead
 from vecroute.encoders.text import length_batches
 from vecroute.training.recipe import Source
 
@@ -83,14 +81,9 @@ def read_ahead(source: Source, batches: Sequence[list[int]], device: torch.devic
             hidden = hidden.pin_memory().to(device, non_blocking=True)  # [b, n_pos, depth, d_emb]
             return hidden, stream.record_event()
 
-    coming = iter(batches)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = deque(pool.submit(read, which) for which in islice(coming, AHEAD))
-        while waiting:
-            hidden, copied = waiting.popleft().result()
-            waiting.extend(pool.submit(read, which) for which in islice(coming, 1))
-            if copied is not None:
-                current = torch.cuda.current_stream(device)
-                current.wait_event(copied)
-                hidden.record_stream(current)
-            yield hidden
+    for hidden, copied in ahead(read, batches, AHEAD):
+        if copied is not None:
+            current = torch.cuda.current_stream(device)
+            current.wait_event(copied)
+            hidden.record_stream(current)
+        yield hidden
