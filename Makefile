@@ -99,6 +99,7 @@ build/gpu/faithfulness.done: build/gpu/accuracy.done
 
 build/gpu/use.done: | $(INSTALLED)
 	$(BIN)/python benchmarks/classifier.py --device cuda
+	$(BIN)/python benchmarks/throughput.py --device cuda --data $(DATA)
 	$(BIN)/python benchmarks/side_by_side.py --device cuda --parts throughput explain
 	mkdir -p build/gpu && touch $@
 

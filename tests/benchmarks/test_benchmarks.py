@@ -21,6 +21,7 @@ import credit
 import heads
 import plots
 import scaling
+import throughput
 from floor import Case, elements, floor_ms, flops, memory, parameters
 
 FIXED = Case(n_inp=10, n_out=3, d_inp=4, d_out=5)  # n m d = 120, m d h = 60
@@ -164,6 +165,23 @@ def test_classifier_rows(tmp_path):
     assert empty(rows) <= {"triton"}
     assert [row["unit"] for row in rows] == [*"sss", "x", "texts/s", "texts/s", "x", "s", "s", "x"]
     assert all(float(row["value"]) > 0 for row in rows)
+
+
+def test_throughput_rows(monkeypatch, tmp_path):
+    """Rows of a part are written even if the part fails later."""
+
+    def fails(*_):
+        yield "first", 1.0, "s"
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(throughput, "encoder_of", lambda *_, **__: argparse.Namespace(dtype=torch.float32))
+    monkeypatch.setattr(throughput, "epochs", fails)
+    monkeypatch.setattr(throughput, "killing", lambda *_: iter([("kills", 2.0, "runs")]))
+    with pytest.raises(SystemExit, match="failed: epochs"):
+        throughput.main(options(tmp_path, "--data", str(tmp_path), "--parts", "epochs", "kills"))
+    rows = read(tmp_path / "throughput.csv")
+    assert [(row["what"], row["value"]) for row in rows] == [("first", "1"), ("kills", "2")]
+    assert empty(rows) <= {"triton"}
 
 
 def test_credit_rows(monkeypatch, tmp_path):

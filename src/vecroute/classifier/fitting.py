@@ -32,6 +32,7 @@ from vecroute.training.calibration import fit_temperature
 from vecroute.training.folds import N_FOLDS, make_folds, out_of_fold
 from vecroute.training.progress import is_shown, progress_bar
 from vecroute.training.recipe import weight_decay_for
+from vecroute.training.states import on_device
 
 if TYPE_CHECKING:
     from vecroute.classifier.estimator import RoutingClassifier
@@ -56,6 +57,8 @@ def fit_classifier(classifier: "RoutingClassifier", X: Any, y: Any, validation: 
     encoder, classes = features.encoder, samples.labels.classes
     head = new_head(classifier, encoder, len(classes))
     task = make_task(classifier, features, samples)
+    if accelerator.num_processes == 1:  # once for all heads that are trained here
+        task = task._replace(features=on_device(features, accelerator.device))
     checkpoint = None if classifier.checkpoint is None else Path(classifier.checkpoint)
     options: dict[str, Any] = {"accelerator": accelerator, "show": is_shown(classifier.verbose)}
     trained = train(head, task, recipe, checkpoint=checkpoint, score=task.valid, **options)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vecroute.ahead import ahead
 from vecroute.classifier.parts import ready
 from vecroute.classifier.streams import progress_over, windows_of
 from vecroute.classifier.vectors import vectors
@@ -41,9 +42,10 @@ def outputs(classifier: "RoutingClassifier", part: Callable[..., Tensor], X: Any
     encoder, head = ready(classifier)
     device, found = device_of(head), []
     with progress_over(X, "classifying", classifier.verbose) as step:
-        for some in windows_of(X, isinstance(encoder, VisionEncoder), WINDOW_CHARACTERS):
-            batches = encoder.batches(encoder.tokenize(some))
-            found.append(through(part, batches, len(some), device, step))  # [b, k]
+        windows = windows_of(X, isinstance(encoder, VisionEncoder), WINDOW_CHARACTERS)
+        for tokenized in ahead(encoder.tokenize, windows):
+            batches = encoder.batches(tokenized)
+            found.append(through(part, batches, len(tokenized), device, step))  # [b, k]
     return torch.cat(found)  # [n, k]
 
 

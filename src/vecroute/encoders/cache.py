@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ logger = logging.getLogger(__name__)
 
 GIB = 1024**3
 SEGMENT_BYTES = 64 * 1024**2  # size of a segment; a killed process loses at most this much
-WINDOW_BYTES = 128 * 1024**2  # hidden states computed at a time, if there are several texts
+WINDOW_BYTES = 128 * 1024**2  # hidden states computed at a time on a CPU, if there are several texts
+GPU_WINDOW_BYTES = 1024**3  # on a GPU, more texts at a time mean larger batches of similar length
+GPU_BATCH_BYTES = (
+    128 * 1024**2
+)  # hidden states of a batch on a GPU; the next batch runs while these are copied
+WRITERS = 4  # threads that write segments, while more hidden states are computed
 KEEP_FREE = GIB  # free space to leave on the disk
 ABANDONED_AFTER = 3600  # seconds after which a temporary file must belong to a dead process
 OWN = re.compile("[0-9a-f]{32}")  # name of a subfolder of a cache
@@ -68,6 +74,8 @@ class FeatureCache:
         self._checked: set[str] = set()
         self._waiting: dict[str, Tensor] = {}  # hidden states not yet written to the disk
         self._waiting_bytes = 0
+        self._writers = ThreadPoolExecutor(WRITERS)
+        self._writing: list[tuple[dict[str, Tensor], Future]] = []  # oldest first
         self._full = False
         for path in self._own_files():
             with suppress(OSError):  # another process has just renamed it, or the folder is read-only
@@ -95,15 +103,15 @@ class FeatureCache:
     def n_pos(self, text: str) -> int | None:
         """Return the number of positions of a text, None if it is not in the cache."""
         key = text_key(text)
-        if key in self._waiting:
-            return len(self._waiting[key])
+        if (hidden := self._in_memory(key)) is not None:
+            return len(hidden)
         return self._entries[key].shape[0] if key in self._where else None
 
     def get(self, text: str) -> Tensor | None:
         """Return the memory-mapped hidden states [n_pos, depth, d_emb] of a text, None if there are none."""
         key = text_key(text)
-        if key in self._waiting:
-            return self._waiting[key]
+        if (hidden := self._in_memory(key)) is not None:
+            return hidden
         path = self._where.get(key)
         if path is None:
             return None
@@ -123,27 +131,50 @@ class FeatureCache:
         self._waiting[text_key(text)] = stored
         self._waiting_bytes += stored.nbytes
         if self._waiting_bytes >= SEGMENT_BYTES:
-            self.flush()
+            self._start_writing()
+            if len(self._writing) > WRITERS:
+                self._end_writing()
 
     def flush(self) -> None:
-        """Write the added hidden states as one segment. Those that do not fit the disk are dropped."""
-        if not self._waiting:
-            return
+        """Write the added hidden states. Those that do not fit the disk are dropped."""
+        if self._waiting:
+            self._start_writing()
+        while self._writing:
+            self._end_writing()
+
+    def _in_memory(self, key: str) -> Tensor | None:
+        """Return hidden states that are not yet on the disk."""
+        several = [self._waiting, *(segment for segment, _ in self._writing)]
+        return next((segment[key] for segment in several if key in segment), None)
+
+    def _start_writing(self) -> None:
+        """Write the waiting hidden states as one segment, in a thread."""
+        self._writing.append((self._waiting, self._writers.submit(self._write, self._waiting)))
+        self._waiting, self._waiting_bytes = {}, 0
+
+    def _end_writing(self) -> None:
+        """Wait until the oldest segment is written."""
+        self._writing[0][1].result()
+        self._writing.pop(0)
+        self.refresh()
+
+    def _write(self, segment: dict[str, Tensor]) -> None:
         path = self.own / f"{uuid.uuid4().hex}.safetensors"
         temporary = path.with_suffix(".tmp")
         try:
-            entries = {key: Entry.of(hidden) for key, hidden in self._waiting.items()}
-            save_file(self._waiting, temporary, header(self.key, entries))
+            entries = {key: Entry.of(hidden) for key, hidden in segment.items()}
+            save_file(segment, temporary, header(self.key, entries))
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             temporary.replace(path)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            logger.warning("hidden states cannot be written to %s (%s): continuing without", self.own, error)
+            if not self._full:
+                logger.warning(
+                    "hidden states cannot be written to %s (%s): continuing without", self.own, error
+                )
             self._full = True
-        self._waiting, self._waiting_bytes = {}, 0
-        self.refresh()
 
     def make_room(self, needed: int, using: Sequence[str]) -> int:
         """Delete the least recently used segments until the needed bytes fit, if possible.
@@ -255,7 +286,8 @@ class Features:
                 len(missing) - fitting,
             )
         own, there = missing[share[0] : fitting : share[1]], len(lengths) - len(missing)
-        for group in windows([lengths[text] * size for text in own], WINDOW_BYTES):
+        window = WINDOW_BYTES if self.encoder.device.type == "cpu" else GPU_WINDOW_BYTES
+        for group in windows([lengths[text] * size for text in own], window):
             for k, hidden in self._encode([own[k] for k in group]):
                 self.cache.put(own[group[k]], hidden)
             there += len(group) * share[1]  # assume that the other processes are as fast
@@ -277,8 +309,7 @@ class Features:
             found[missing[k]] = hidden  # [n_pos, depth, d_emb]
         # Copy hidden states as stored. Half precision is half of the work, and training may drop many.
         dtype = functools.reduce(torch.promote_types, {hidden.dtype for hidden in found.values()})
-        where = self.encoder.device if missing else torch.device("cpu")
-        padded = pad_sequence([found[k].to(where, dtype) for k in which], batch_first=True)
+        padded = pad_sequence([found[k].to(dtype) for k in which], batch_first=True)
         lengths = torch.tensor([self.lengths[k] for k in which])  # [b]
         mask = torch.arange(padded.shape[1]) < lengths[:, None]  # [b, n_pos]
         return padded.to(device), mask.to(device)
@@ -289,7 +320,10 @@ class Features:
     def _encode(self, texts: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
         """Yield the hidden states [n_pos, depth, d_emb] of each text, rounded as stored, in any order."""
         tokenized = self.encoder.tokenize(texts)
-        filled = self.encoder.filled if self.encoder.device.type == "cpu" else None
+        if self.encoder.device.type != "cpu":
+            yield from self._encode_by_length(tokenized)
+            return
+        filled = self.encoder.filled
         # A text with several chunks, or with more positions than a full batch, is a batch of its own.
         long = [len(getattr(one, "chunks", "1")) > 1 for one in tokenized]
         lengths = [sys.maxsize if long[k] else one.n_pos for k, one in enumerate(tokenized)]
@@ -300,6 +334,42 @@ class Features:
                 for row, k in enumerate(batch.which):
                     if k < len(rows):
                         yield which[k], halved(batch.hidden[row][batch.mask[row]])  # [n_pos, depth, d_emb]
+
+    def _encode_by_length(self, tokenized: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
+        """Do the same as ``_encode`` in batches of similar length. The next batch runs during each copy."""
+        limit = max(GPU_BATCH_BYTES // (self.encoder.depth * self.encoder.d_emb * 2), 1)
+        copying: Any = None
+        for batch in self.encoder.batches(tokenized, limit):
+            started = batch.which, *copies(halved(batch.hidden), batch.mask)
+            if copying is not None:
+                yield from split(*copying)
+            copying = started
+        if copying is not None:
+            yield from split(*copying)
+
+
+def copies(*tensors: Tensor) -> list[Any]:
+    """Start copies of tensors to the CPU. Return the copies and an event, None if they are complete."""
+    if tensors[0].device.type != "cuda":
+        return [*(tensor.cpu() for tensor in tensors), None]
+    found: list[Any] = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+    for copy, tensor in zip(found, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return [*found, event]
+
+
+def split(which: Sequence[int], hidden: Tensor, mask: Tensor, event: Any) -> Iterator[tuple[int, Tensor]]:
+    """Yield the used hidden states [n_pos, depth, d_emb] of each text of a batch, after the event."""
+    if event is not None:
+        event.synchronize()
+    counts = mask.sum(1)  # [b]
+    first = (
+        (mask == (torch.arange(mask.shape[1]) < counts[:, None])).all(1).tolist()
+    )  # used positions come first
+    for row, (k, n) in enumerate(zip(which, counts.tolist(), strict=True)):
+        yield k, hidden[row, :n] if first[row] else hidden[row][mask[row]]  # [n_pos, depth, d_emb]
 
 
 def same_shapes(lengths: Sequence[int], filled: int | None) -> Iterator[list[int]]:

@@ -23,14 +23,30 @@ class Tokens(NamedTuple):
     ids: list[int]  # ids in the vocabulary
 
 
+class Columns(Sequence):
+    """One value for every position of every chunk, read from the tokenizer when it is asked for.
+
+    Predictions need token ids only, and reading all values takes longer than tokenizing.
+    """
+
+    def __init__(self, encodings: Sequence[Any], name: str):
+        self.encodings, self.name = encodings, name
+
+    def __len__(self) -> int:
+        return len(self.encodings)
+
+    def __getitem__(self, chunk: Any) -> Any:
+        return getattr(self.encodings[chunk], self.name)
+
+
 class Tokenized(NamedTuple):
     """A text ready for the encoder: values for every position of every chunk, including special tokens."""
 
     text: str
     chunks: list[list[int]]  # token ids
     keep: list[list[bool]]  # True where a position is routed
-    special: list[list[int]]  # 1 at special tokens
-    spans: list[list[tuple[int, int]]]  # first character and one past the last
+    special: Sequence[list[int]]  # 1 at special tokens
+    spans: Sequence[list[tuple[int, int]]]  # first character and one past the last
 
     @property
     def n_pos(self) -> int:
@@ -154,7 +170,8 @@ class TextEncoder:
     def key(self) -> str:
         """A key that changes with all that affects hidden states: encoder, options, dtype, versions."""
         options = [self.depths, self.max_length, self.stride, self.special_tokens]
-        return states_key(self.identity, *options, self.dtype, self.device.type)
+        batches = [] if self.device.type == "cpu" else ["batches of similar length"]
+        return states_key(self.identity, *options, self.dtype, self.device.type, *batches)
 
     def tokenize(self, texts: Sequence[str]) -> list[Tokenized]:
         """Split every text into chunks of token ids, with the origin of each routed position."""
@@ -167,8 +184,8 @@ class TextEncoder:
             max_length=self.max_length,
             stride=self.stride,
             return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-            return_special_tokens_mask=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
             verbose=False,
         )
         rows: list[list[int]] = [[] for _ in texts]
@@ -177,11 +194,12 @@ class TextEncoder:
         return [self._tokenized(text, encoded, chunks) for text, chunks in zip(texts, rows, strict=True)]
 
     def _tokenized(self, text: str, encoded: Any, rows: list[int]) -> Tokenized:
-        chunks, special, spans = (
-            [encoded[name][row] for row in rows]
-            for name in ("input_ids", "special_tokens_mask", "offset_mapping")
-        )
-        keep = [[self.special_tokens or not s for s in row] for row in special]
+        encodings = [encoded.encodings[row] for row in rows]
+        special, spans = Columns(encodings, "special_tokens_mask"), Columns(encodings, "offsets")
+        chunks = [encoded["input_ids"][row] for row in rows]
+        keep = [[True] * len(chunk) for chunk in chunks]
+        if not self.special_tokens:
+            keep = [[not s for s in row] for row in special]
         if self.stride and len(rows) > 1:
             drop_overlaps(keep, special, self._content - self.stride)
         return Tokenized(text, chunks, keep, special, spans)
@@ -276,7 +294,7 @@ def strip_span(text: str, start: int, end: int) -> tuple[int, int]:
     return start, start + len(stripped)
 
 
-def drop_overlaps(keep: list[list[bool]], special: list[list[int]], step: int) -> None:
+def drop_overlaps(keep: list[list[bool]], special: Sequence[list[int]], step: int) -> None:
     """Use each token of overlapping chunks once, in the chunk where it is farther from the nearest end.
 
     Args:

@@ -37,14 +37,14 @@ def split_texts(
     for which, reading in text_readings(encoder, texts):
         chosen = torch.tensor([list(outputs[k]) for k in which])  # [b, k]
         split = split_words(reading, head, chosen, by_depth=by_depth, margin=margin)
-        chunks = [values for run in split.values for values in run]  # [n, depth or 1, k] each
+        # One copy from the device for the whole batch: the sums over the rows of a text are small.
+        base, scores, all_scores = split.base.cpu(), split.scores.cpu(), split.all_scores.cpu()  # [b, k], ...
+        chunks = [values for run in split.values for values in run.cpu()]  # [n, depth or 1, k] each
         at = 0
         for b, k in enumerate(which):
             own = chunks[at : at + len(texts[k].chunks)]
             at += len(own)
-            found[k] = TextSplit(
-                _rows_from(own, rows[k]), split.base[b], split.scores[b], split.all_scores[b]
-            )
+            found[k] = TextSplit(_rows_from(own, rows[k]), base[b], scores[b], all_scores[b])
     return found
 
 
@@ -55,7 +55,7 @@ def _rows_from(chunks: Sequence[Tensor], rows: Rows) -> Tensor:
         return chunks[0][:n]
     values = chunks[0].new_zeros(n, *chunks[0].shape[1:])  # [n_rows, depth or 1, k]
     for index, part in zip(rows.of, chunks, strict=True):
-        values.index_add_(0, torch.tensor(index, device=values.device), part[: len(index)])
+        values.index_add_(0, torch.tensor(index), part[: len(index)])
     return values
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -24,9 +24,11 @@ from vecroute.encoders.text import length_batches
 from vecroute.heads import RoutingHead
 from vecroute.storage import remove_abandoned
 from vecroute.training.checkpoint import Progress, check_tensors, read_checkpoint, save_checkpoint, set_aside
+from vecroute.training.graphs import DEVICES, captured_steps, new_moments
 from vecroute.training.progress import progress_bar
 from vecroute.training.recipe import Recipe, Task, epochs_for
 from vecroute.training.sampling import compact, drop_features, drop_inputs, mix, seeded, shuffled_batches
+from vecroute.training.states import on_device
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ CLIP_NORM = 1.0
 FEWEST_TO_JUDGE_BY = 100  # with fewer validation samples, training ignores the validation accuracy
 BATCH_BYTES = 128 * 1024**2  # size of the padded hidden states that go through the head at once
 CHECKPOINT_SECONDS = 5.0
+LOOK_EVERY = 50  # captured steps between two looks at the loss, each of which waits for the device
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW
 
 
@@ -86,7 +89,10 @@ class Trainer:
     """The state of a training run. Only ``train`` uses it."""
 
     def __init__(self, head, task, recipe, accelerator, checkpoint, checkpoint_seconds):
-        self.task, self.recipe, self.accelerator = task, recipe, accelerator
+        self.recipe, self.accelerator = recipe, accelerator
+        self.task = task
+        if self.capturable:
+            self.task = task._replace(features=on_device(task.features, accelerator.device))
         self.checkpoint, self.checkpoint_seconds = checkpoint, checkpoint_seconds
         self.given = self.head = head.to(accelerator.device)
         self.rank, self.world = (
@@ -102,7 +108,12 @@ class Trainer:
             self.rank, self.world = 0, 1
         self.parameters = dict(self.head.named_parameters())
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
+            self.parameters.values(),
+            # A CUDA graph reads the learning rate from the device.
+            lr=torch.tensor(recipe.lr, device=accelerator.device) if self.capturable else recipe.lr,
+            weight_decay=recipe.weight_decay,
+            fused=True,
+            capturable=self.capturable,
         )
         self.prepared = accelerator.prepare(self.optimizer)
         # The order of inputs does not matter to a routing, so a step passes only the inputs that stay.
@@ -120,6 +131,14 @@ class Trainer:
         if checkpoint is not None:
             remove_abandoned(checkpoint)
             self.load()
+        self.captured = captured_steps(self)
+
+    @property
+    def capturable(self) -> bool:
+        """Return whether steps may be CUDA graphs: one process on a GPU, no mixup, no scaled gradients."""
+        accelerator = self.accelerator
+        possible = accelerator.device.type in DEVICES and accelerator.num_processes == 1
+        return possible and not self.recipe.mixup and accelerator.mixed_precision in ("no", "bf16")
 
     def run(self, score: Sequence[int] = (), show: bool = False, title: str = "training") -> Trained:
         progress, patience = self.progress, self.recipe.patience
@@ -127,10 +146,18 @@ class Trainer:
         with progress_bar(show, title, self.epochs * self.steps) as bar:
             while progress.epoch < self.epochs and progress.epoch - progress.kept <= patience:
                 batches = self.batches()
+                if self.captured is not None:
+                    self.captured.begin(batches)
                 while progress.step < self.steps:
-                    progress.loss += self.train_step(batches[progress.step])
+                    self.advance(batches[progress.step])
                     progress.step += 1
-                    bar(progress.epoch * self.steps + progress.step, **self.shown())
+                    if (
+                        self.captured is None
+                        or progress.step % LOOK_EVERY == 0
+                        or progress.step == self.steps
+                    ):
+                        self.look()
+                        bar(progress.epoch * self.steps + progress.step, **self.shown())
                     self.save()
                 self.end_epoch()
         if not progress.finished:
@@ -153,11 +180,22 @@ class Trainer:
         # Every process takes the same number of steps. If there are too few batches, the first ones repeat.
         return [every[(step * self.world + self.rank) % len(every)] for step in range(self.steps)]
 
+    def advance(self, which: list[int]) -> None:
+        """Take the next step of the epoch, with these samples: by a CUDA graph if possible, else eagerly."""
+        if self.captured is None:
+            self.progress.loss += self.train_step(which)
+        elif not self.captured.take(self.progress.step):
+            self.captured.total += self.train_step(which)
+
+    def look(self) -> None:
+        """Fetch the loss from the device, if it is there."""
+        if self.captured is not None:
+            self.progress.loss = self.captured.loss()
+
     def train_step(self, which: list[int]) -> float:
         """Take one step of the optimizer. The samples are split so that they fit BATCH_BYTES."""
         recipe, progress = self.recipe, self.progress
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.lr * self.rate()
+        self.set_rate()
         self.prepared.zero_grad()
         generator = seeded(recipe.seed, "step", progress.epoch, progress.step, self.rank)
         parts, total = self.groups(which), 0.0
@@ -174,14 +212,32 @@ class Trainer:
                 self.accelerator.backward(loss)
             total += loss.item() / self.n_members
         if not math.isfinite(total):
-            raise ValueError(f"training diverged: the loss is {total}; try a lower lr than {recipe.lr}")
-        self.accelerator.clip_grad_norm_(self.parameters.values(), CLIP_NORM * math.sqrt(self.n_members))
+            raise self.diverged(total)
+        self.clip(self.accelerator.clip_grad_norm_)
         self.prepared.step()
-        done = progress.epoch * self.steps + progress.step
-        weight = 1 - min(1 - 1 / AVERAGED_STEPS, (1 + done) / (10 + done))
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), weight)
+            means, weights = list(self.average.values()), list(self.parameters.values())
+            torch._foreach_lerp_(means, weights, self.mean_share())
         return total
+
+    def clip(self, clip_grad_norm: Callable[..., object]) -> None:
+        clip_grad_norm(self.parameters.values(), CLIP_NORM * math.sqrt(self.n_members))
+
+    def diverged(self, loss: float) -> ValueError:
+        return ValueError(f"training diverged: the loss is {loss}; try a lower lr than {self.recipe.lr}")
+
+    def set_rate(self) -> None:
+        """Set the learning rate of this step."""
+        for group in self.optimizer.param_groups:
+            if self.capturable:
+                group["lr"].fill_(self.recipe.lr * self.rate())
+            else:
+                group["lr"] = self.recipe.lr * self.rate()
+
+    def mean_share(self) -> float:
+        """Return the share of the new weights in the running mean after this step."""
+        done = self.progress.epoch * self.steps + self.progress.step
+        return 1 - min(1 - 1 / AVERAGED_STEPS, (1 + done) / (10 + done))
 
     def inputs(
         self, which: list[int], generator: torch.Generator
@@ -243,7 +299,8 @@ class Trainer:
         row_of = {sample: row for row, sample in enumerate(which)}
         found = torch.zeros(len(which), self.task.targets.shape[1], device=self.accelerator.device)
         own = sorted(which[self.rank :: self.world], key=self.task.features.lengths.__getitem__)
-        size = 2 * self.recipe.batch_size
+        # On a GPU, a batch may be as large as fits.
+        size = max(len(own), 1) if self.captured is not None else 2 * self.recipe.batch_size
         for start in range(0, len(own), size):
             for part in self.groups(own[start : start + size]):
                 hidden, mask, _ = self.load_batch(part)
@@ -303,6 +360,8 @@ class Trainer:
         due = due or time.monotonic() - self.saved_at >= self.checkpoint_seconds
         if self.checkpoint is None or not due or not self.accelerator.is_main_process:
             return
+        if self.progress.step:  # else the loss of the epoch is in the history already
+            self.look()
         try:
             save_checkpoint(self.checkpoint, self.key(), self.progress, self.state())
         except OSError as error:  # training continues on a full disk, with one warning
@@ -364,12 +423,6 @@ class Trainer:
                 self.optimizer.state[parameter] = {
                     moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS
                 }
-
-
-def new_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """Return the state of AdamW for a parameter before its first step."""
-    zeros = torch.zeros_like(parameter)
-    return {"step": torch.zeros((), device=parameter.device), "exp_avg": zeros, "exp_avg_sq": zeros}
 
 
 def make_accelerator(device: str | torch.device | None = None) -> Accelerator:

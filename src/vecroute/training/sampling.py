@@ -12,8 +12,13 @@ POOL = 50  # number of batches whose samples are sorted by length together
 
 def seeded(*about: Any) -> torch.Generator:
     """Return a generator that depends only on its purpose, not on earlier random numbers."""
+    return torch.Generator().manual_seed(seed_of(*about))
+
+
+def seed_of(*about: Any) -> int:
+    """Return the seed of a generator for this purpose."""
     digest = hashlib.sha256(repr(about).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") // 2)
+    return int.from_bytes(digest[:8], "big") // 2
 
 
 def shuffled_batches(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> list[list[int]]:
@@ -27,9 +32,7 @@ def shuffled_batches(lengths: Sequence[int], batch_size: int, generator: torch.G
 
 
 def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generator) -> Tensor:
-    """Leave out a share of the used inputs of each sample at random, but never all of them.
-
-    If lengths differ by at most a tenth, the same number of inputs stays in each sample of the batch.
+    """Leave out a share of the used inputs of each sample at random; see ``kept_inputs``.
 
     Args:
         mask: [b, n_pos] the used positions.
@@ -43,16 +46,26 @@ def drop_inputs(mask: Tensor, depth: int, share: float, generator: torch.Generat
     used = mask[..., None].expand(*mask.shape, depth)  # [b, n_pos, depth]
     if not share:
         return used
-    # Each sample drops a fixed number of inputs, instead of each input with a probability. Samples of similar
-    # length are batched together and drop the same number. So the remaining inputs need no padding or mask.
-    n_kept = ((1 - share) * used.sum((1, 2))).round().clamp(min=1)  # [b]
-    mean = n_kept.mean().round()
-    alike = ((n_kept - mean).abs() <= mean / 10).all()
-    n_kept = torch.where(alike, mean, n_kept).long()  # [b]
+    n_kept = kept_inputs(used.sum((1, 2)), share)  # [b]
     drawn = torch.rand(used.shape, generator=generator).to(mask.device)  # [b, n_pos, depth]
     drawn = drawn.masked_fill(~used, 2.0)  # [b, n_pos, depth]
     last = drawn.flatten(1).sort(1).values.gather(1, n_kept[:, None] - 1)  # [b, 1]
     return used & (drawn <= last[..., None])  # [b, n_pos, depth]
+
+
+def kept_inputs(n_used: Tensor, share: float) -> Tensor:
+    """Return how many of the used inputs of each sample stay, [..., b], but never none.
+
+    If lengths differ by at most a tenth, the same number of inputs stays in each sample of the batch.
+    """
+    if not share:
+        return n_used
+    # Each sample drops a fixed number of inputs, instead of each input with a probability. Samples of similar
+    # length are batched together and drop the same number. So the remaining inputs need no padding or mask.
+    n_kept = ((1 - share) * n_used).round().clamp(min=1)  # [..., b]
+    mean = n_kept.mean(-1, keepdim=True).round()  # [..., 1]
+    alike = ((n_kept - mean).abs() <= mean / 10).all(-1, keepdim=True)  # [..., 1]
+    return torch.where(alike, mean, n_kept).long()  # [..., b]
 
 
 def compact(x_inp: Tensor, input_mask: Tensor) -> tuple[Tensor, Tensor | None]:
