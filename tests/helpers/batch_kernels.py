@@ -97,6 +97,22 @@ def specialisation(launch: Launch) -> tuple[dict, dict, dict, dict]:
     return kinds, values, known, {name: v for name, v in launch.constants.items() if name not in kinds}
 
 
+def compiled(case: Case) -> set[tuple[str, str]]:
+    """Return what Triton compiles for a call: names of kernels, and all that they are specialised for."""
+    return {(each.kernel.__name__, str(specialisation(each))) for each in launches(case)}
+
+
+def of_other_lengths() -> None:
+    """Print the kernels that a call compiles anew if only the length of its samples differs."""
+    for first, n in ((100, 4928), (1000, 1001), (1000, 1024), (4096, 4925)):
+        new = compiled(call((8, n, 384), 16, 384)) - compiled(call((8, first, 384), 16, 384))
+        print(*sorted({name for name, _ in new}), sep="\n", end="\n" * bool(new))
+    for total in (20_000, 20_001, 4096):
+        packed = {"packed": (64, torch.int32)}
+        new = compiled(call((total, 384), 16, 384, **packed)) - compiled(call((9999, 384), 16, 384, **packed))
+        print(*sorted({name for name, _ in new}), sep="\n", end="\n" * bool(new))
+
+
 def main(name: str) -> None:
     """Compile every kernel of the named call for a Hopper GPU, each specialisation once."""
     seen = set()
@@ -113,4 +129,6 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "lengths":
+        sys.exit(of_other_lengths())
     main(sys.argv[1])

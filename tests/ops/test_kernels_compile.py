@@ -130,6 +130,11 @@ def test_kernels_of_the_batch_path_compile(name):
         assert int(shared_bytes) <= SHARED_BYTES, f"{kernel} has {shared_bytes} bytes of shared memory"
 
 
+def test_other_lengths_compile_nothing():
+    """One exception: a sum takes 1, 2, 4 or 8 parts at a time."""
+    assert set(printed("-m", "tests.helpers.batch_kernels", "lengths")) <= {"reduce_kernel"}
+
+
 def test_every_kernel_of_the_batch_path_is_in_one_of_these_calls():
     names = {
         name

@@ -3,6 +3,7 @@
 import ctypes
 import struct
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -58,13 +59,15 @@ class Launch:
 
     def prepare(self, device: int) -> tuple:
         """Return the first words of a launch, the bytes of all arguments, and the arguments but pointers."""
-        classes = tuple([(n == 1, n % 16 == 0, n >= 2**31) for n in self.sizes])
+        looks = specialised(self.kernel)[len(self.dtypes) :]
+        sizes = zip(self.sizes, looks, strict=False)
+        classes = tuple([(look and n == 1, look and n % 16 == 0, n >= 2**31) for n, look in sizes])
         key = self.kernel, device, self.dtypes, classes, tuple(self.constants.items())
         loaded = _loaded.get(key)
         if loaded is None:
             loaded = _loaded[key] = self.load()
-        sizes = [n for n, passed in zip(self.sizes, loaded.passed, strict=True) if passed]
-        others = loaded.others.pack(*sizes, *loaded.scratch)
+        passed = [n for n, is_passed in zip(self.sizes, loaded.passed, strict=True) if is_passed]
+        others = loaded.others.pack(*passed, *loaded.scratch)
         n_words = cdiv(len(others), 8)
         words = struct.unpack(f"@{n_words}Q", others.ljust(8 * n_words, b"\0"))
         before = loaded.compiled.function, *self.grid, *loaded.resources
@@ -96,6 +99,12 @@ def n_parameters(function: int) -> int:
     while info(ctypes.c_void_p(function), ctypes.c_size_t(n), ctypes.byref(offset), ctypes.byref(size)) == 0:
         n += 1
     return n
+
+
+@cache
+def specialised(kernel: Any) -> list[bool]:
+    """Return for which parameters Triton compiles a kernel anew if they are 1 or divisible by 16."""
+    return [not parameter.do_not_specialize for parameter in kernel.params]
 
 
 class Product:

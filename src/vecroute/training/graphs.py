@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
 from vecroute.training.sampling import kept_inputs, seed_of
@@ -188,13 +189,15 @@ class CapturedSteps:
         """Take one step, with the contents of all buffers, without a value that the host must know."""
         trainer, task = self.trainer, self.task
         x, mask, targets, use = self.inputs(bucket)
+        parameters, average = list(trainer.parameters.values()), list(trainer.average.values())
+        # Parameters may remember the stream of an earlier step, which a graph must not use. New leaves do not.
+        leaves = {parameter: parameter.detach().requires_grad_() for parameter in parameters}
+        named = {name: leaves[parameter] for name, parameter in trainer.model.named_parameters()}
         with trainer.autocast():
-            scores = trainer.model(x, mask).reshape(targets.shape)  # [k, b, n_cls]
+            scores = functional_call(trainer.model, named, (x, mask)).reshape(targets.shape)  # [k, b, n_cls]
         losses = task.losses(scores.float(), targets, trainer.recipe.label_smoothing)  # [k, b]
         loss = ((losses * use).sum(1) / use.sum(1).clamp(min=1)).sum()
-        parameters, average = list(trainer.parameters.values()), list(trainer.average.values())
-        # Not backward(): it may add gradients on the stream of an earlier step, which a graph must not use.
-        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for parameter, grad in zip(parameters, grads, strict=True):
             if grad is not None and grad.stride() != parameter.stride():  # AdamW reads both in one order
                 grad = torch.empty_like(parameter).copy_(grad)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from vecroute.ops.paths.batch.tiles import (
+    LENGTHS,
     competition,
     flat_prior,
     load_betas,
@@ -45,7 +46,7 @@ def rising_top(greatest, before, o_r, m_i, FRESH: tl.constexpr):
     return top if FRESH else tl.maximum(top, tl.load(before + o_r, mask=m_i, other=0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def next_backward_kernel(
     x, M, x_tops, M_tops,  # as above; M from row M_0 on: grad_y, then x_hat
     c_sum, c_ign, W_S, B_S, f, grad_s, use, tiles,  # as above; [b, j]
@@ -139,7 +140,7 @@ def change_units(
             p_results += n_out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LENGTHS, "n_rows"])
 def first_backward_kernel(
     x, M, x_tops, M_tops,  # as above; M from row M_0 on: grad_y
     shared_tops,  # [2 j] tops of the rows for c_sum and c_ign

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from vecroute.ops.paths.batch.tiles import (
+    LENGTHS,
     competition,
     flat_prior,
     load_betas,
@@ -20,7 +21,7 @@ from vecroute.ops.paths.batch.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def inputs_kernel(
     x, W_A, B_A, sqrt_n_inp,  # [r, d], [1 or i, d], [1 or i], [b]
     input_mask, use, tiles,  # [r], [b, i, j], [n, 3]
@@ -73,7 +74,7 @@ def halves_kernel(
     tl.store(out + b * out_b + row * half_i + o_d, (b_M * (16384.0 / top)).to(tl.float16), mask=o_d < half_i)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def first_kernel(
     x, M, bias, x_tops, M_tops,  # [r, d]; where not FIXED [q, d] rows for c_sum and c_ign, and [q]; [r], [q]
     beta_use, beta_ign,  # [i, j] each, where FIXED
@@ -118,7 +119,7 @@ def first_kernel(
                  n_out, HALF)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def next_kernel(
     x, M, x_tops, M_tops,  # [r, d], [b, q, d] with x_hat from row M_0 on, [r], [b, q]
     c_sum, c_ign, W_S, B_S, f, use, tiles,  # [r, 2 j] or [i, j], [1 or i, j] twice, [r], as above

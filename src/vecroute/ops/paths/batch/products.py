@@ -45,7 +45,7 @@ def product_kernel(
     tl.store(p_out, total, mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def outputs_kernel(
     y, s, sqrt_n_inp, W_F1, W_F2, B_F2, x_out,  # [b, j, d], [b, j], [b], [j, d], [d, h], [j, h], [b, j, h]
     n_rows, n_out, d_inp, d_out,
@@ -99,7 +99,7 @@ def row_statistics(
     return mean, rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def predictions_kernel(
     x_out, W_G1, W_G2, B_G2, W_S, g, x_hat,  # [b, j, h], [h, d], [j, d] twice, [j], [b, j, d] twice
     n_rows, n_out, d_inp, d_out, x_hat_b, x_hat_0,  # the stride of samples in x_hat, and where it begins
@@ -128,7 +128,7 @@ def predictions_kernel(
     tl.store(x_hat + (row // n_out * x_hat_b)[:, None] + x_hat_0 + o, total, mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_inp"])
 def shared_rows_kernel(
     W_use, W_ign, B_use, B_ign, W_A,  # [d, j] twice, [j] twice, [d]
     input_mask, sqrt_n_inp,  # [b, i] where COUNTED, [b]
@@ -173,7 +173,7 @@ def count_inputs(input_mask, sqrt_n_inp, b, n_inp, COUNTED: tl.constexpr, T: tl.
     tl.store(sqrt_n_inp + b, tl.sqrt(tl.maximum(total, 1).to(T)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_inp"])
 def lengths_kernel(input_mask, sqrt_n_inp, n_inp, COUNTED: tl.constexpr, T: tl.constexpr):  # as above
     """Compute sqrt(n_inp) of each sample."""
     count_inputs(input_mask, sqrt_n_inp, tl.program_id(0).to(tl.int64), n_inp, COUNTED, T)

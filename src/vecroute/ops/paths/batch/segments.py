@@ -42,7 +42,7 @@ def fill_table(table, n_slots, cu_seqlens, o, n_rows, n_batch, steps, half, BLOC
         tl.store(table + 3, start // TILE + b + k * (BLOCK // TILE), mask=m)
 
 
-@triton.jit(debug=True)
+@triton.jit(debug=True, do_not_specialize=["n_rows", "n_batch", "n_tiles", "n_parts", "steps", "half"])
 def segments_kernel(
     cu_seqlens, sqrt_n_inp, tiles, parts,  # [b + 1], [b], [t, 3], [p, 4]
     n_rows, n_batch, n_tiles, n_parts,

@@ -293,8 +293,8 @@ class Steps(Sizes):
         parts = Launch(
             sum_kernels.sums_kernel, (cdiv(self.d, block_d), n_parts, cdiv(columns, block_q) + extra),
             self.dtypes("pxfffiiffff"),
-            (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n), WHOLE=whole, EXTRA=extra,
-            PACKED=self.packed, UNUSED=self.unused, PART=tiles, BLOCK_I=TILE, BLOCK_Q=block_q,
+            (self.n_inp, self.per_sample, columns, self.d, self.x_i, n_tiles, n, tiles), WHOLE=whole,
+            EXTRA=extra, PACKED=self.packed, UNUSED=self.unused, BLOCK_I=TILE, BLOCK_Q=block_q,
             BLOCK_D=block_d, STAGES=stages,
             num_warps=8 if block_q > 64 or whole else 4, **self.precision,
         )  # fmt: skip
@@ -303,7 +303,7 @@ class Steps(Sizes):
         block = 1024 // at_once
         add = Launch(
             sum_kernels.reduce_kernel, (cdiv(n_sums * self.d, block), batch, 1), self.dtypes("ffoff"),
-            (n, n_sums * self.d, n_sums, self.n_rows), PACKED=packed, PART=tiles * TILE, PARTS=at_once,
+            (n, n_sums * self.d, n_sums, self.n_rows), PACKED=packed, PART=PACKED_TILES * TILE, PARTS=at_once,
             BLOCK_N=block, T=self.T,
         )  # fmt: skip
         return Sum(parts, add if packed or n > 1 else None)

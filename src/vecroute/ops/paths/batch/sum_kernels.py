@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from vecroute.ops.paths.batch.segments import start_of
-from vecroute.ops.paths.batch.tiles import multiply, rows_used, tile_of
+from vecroute.ops.paths.batch.tiles import LENGTHS, multiply, rows_used, tile_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def input_gradient_kernel(
     results, tops, M, f, grad_a, W_A, tiles,  # [r, q], [r] where HALF, [b, n_M, d], [r], [r], [1 or i, d]
     grad_x,  # [r, d]
@@ -77,18 +77,18 @@ def sum_activations(x, x_tops, grad_a, sums, tiles, p_out, p_total, tile, last, 
         tl.store(p_total + tl.arange(0, 1), b_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LENGTHS, "n_tiles", "n_parts", "n_part"])
 def sums_kernel(
     pairs, x, f, tops, sums, tiles, parts,  # [r, q], [r, d], [r], [n], [n, n_sums], tables where PACKED
     grad_a, x_tops,  # [r] each, if WHOLE
     out, totals,  # [p, q or q + 1, d], [p, n_sums]: for each part of a sample, or of all rows
     n_inp, per_sample, n_columns, d_inp, x_i, n_tiles, n_parts,  # how many tiles and parts a sample has
+    n_part,  # tiles of a part
     WHOLE: tl.constexpr, EXTRA: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, T: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Sum pairs^T x, and pairs, over inputs. A part is up to PART tiles of one sample, or of all if WHOLE.
+    """Sum pairs^T x, and pairs, over inputs. A part is n_part tiles of one sample, or of all if WHOLE.
 
     If WHOLE, there are EXTRA more rows, with programs of their own. Their sums are the gradients of W_A
     (grad_a^T x) and of B_A. BLOCK_I is the number of rows of a tile, as in the kernels that stored the pairs.
@@ -96,8 +96,8 @@ def sums_kernel(
     part = tl.program_id(1).to(tl.int64)
     first, end = part * 0, part * 0
     if WHOLE:
-        tile = part * PART
-        last = tl.minimum(tile + PART, n_tiles)
+        tile = part * n_part
+        last = tl.minimum(tile + n_part, n_tiles)
     elif PACKED:
         first, end = tl.load(parts + 4 * part + 1).to(tl.int64), tl.load(parts + 4 * part + 2).to(tl.int64)
         tile = tl.load(parts + 4 * part + 3).to(tl.int64)
@@ -105,9 +105,9 @@ def sums_kernel(
         if first >= end:
             return
     else:
-        b, k = part // n_parts, part % n_parts * PART
+        b, k = part // n_parts, part % n_parts * n_part
         tile = b * n_tiles + k
-        last = tl.minimum(tile + PART, (b + 1) * n_tiles)
+        last = tl.minimum(tile + n_part, (b + 1) * n_tiles)
         first, end = b * n_inp + k * BLOCK_I, (b + 1) * n_inp
     o_q = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -116,7 +116,7 @@ def sums_kernel(
     extra = tl.program_id(2) - (tl.num_programs(2) - EXTRA)
     if WHOLE and extra >= 0:
         row = part * n_sums + n_columns + extra
-        step: tl.constexpr = (PART + EXTRA - 1) // EXTRA
+        step = tl.cdiv(n_part, EXTRA)
         tile += extra * step
         last = tl.minimum(last, tile + step)
         sum_activations(x, x_tops, grad_a, sums + n_columns, tiles, out + row * d_inp + o_d, totals + row,
@@ -154,7 +154,7 @@ def sums_kernel(
         tl.store(totals + part * n_sums + o_q, b_sum, mask=m_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_sample", "n_rows"])
 def reduce_kernel(
     parts, part_totals, cu_seqlens,  # [n, q d], [n, q], [b + 1] where PACKED
     out, totals,  # [b, q d], [b, q]
@@ -212,7 +212,7 @@ def shared_backward_kernel(
             tl.store(grad_B_A + tl.arange(0, 1), total_B)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_batch"])
 def activations_backward_kernel(
     x, f, grad_a, sqrt_n_inp, grad_W_A, grad_B_A,  # [b, i, d], [b, i] twice, [b], [i, d], [i]
     n_batch, n_inp, d_inp, x_i,

@@ -17,6 +17,9 @@ Names in kernels: ``o_`` offsets, ``m_`` masks of valid elements, ``b_`` blocks 
 import triton
 import triton.language as tl
 
+# Sizes that change from call to call. Triton must not compile a kernel again for each of their divisors.
+LENGTHS = ["n_inp", "per_sample"]
+
 
 @triton.jit
 def tile_of(tiles, n_inp, per_sample, pid, BLOCK_I: tl.constexpr, PACKED: tl.constexpr):
