@@ -190,7 +190,7 @@ class CapturedSteps:
         trainer, task = self.trainer, self.task
         x, mask, targets, use = self.inputs(bucket)
         parameters, average = list(trainer.parameters.values()), list(trainer.average.values())
-        # Parameters may remember the stream of an earlier step, which a graph must not use. New leaves do not.
+        # Parameters remember the stream of an earlier step, which a graph must not use. So use new leaves.
         leaves = {parameter: parameter.detach().requires_grad_() for parameter in parameters}
         named = {name: leaves[parameter] for name, parameter in trainer.model.named_parameters()}
         with trainer.autocast():
