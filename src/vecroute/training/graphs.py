@@ -69,6 +69,8 @@ class CapturedSteps:
         self.buckets: dict[int, Bucket] = {}
         self.failed = False  # a capture has failed
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        # Warm-up steps and steps that are too large for a graph run without one, which is no mistake.
+        trainer.optimizer._warned_capturable_if_run_uncaptured = True
         for parameter in trainer.parameters.values():  # a graph changes this state in place
             trainer.optimizer.state.setdefault(parameter, new_moments(parameter))
 
@@ -193,9 +195,10 @@ class CapturedSteps:
         losses = task.losses(scores.float(), targets, trainer.recipe.label_smoothing)  # [k, b]
         loss = ((losses * use).sum(1) / use.sum(1).clamp(min=1)).sum()
         parameters, average = list(trainer.parameters.values()), list(trainer.average.values())
+        learning = [parameter for parameter in parameters if parameter.requires_grad]
         # Not backward(): it may add gradients on the stream of an earlier step, which a graph must not use.
-        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
-        for parameter, grad in zip(parameters, grads, strict=True):
+        grads = torch.autograd.grad(loss, learning, allow_unused=True)
+        for parameter, grad in zip(learning, grads, strict=True):
             if grad is not None and grad.stride() != parameter.stride():  # AdamW reads both in one order
                 grad = torch.empty_like(parameter).copy_(grad)
             parameter.grad = grad
