@@ -8,8 +8,8 @@ import torch
 
 from tests.helpers.texts import TEXTS
 from tests.helpers.tiny_models import save_tiny
-from vecroute.ahead import ahead
 from vecroute.encoders import TextEncoder, cache
+from vecroute.encoders.ahead import ahead
 from vecroute.encoders.cache import FeatureCache, Features
 
 

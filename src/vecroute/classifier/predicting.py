@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vecroute.ahead import ahead
 from vecroute.classifier.parts import ready
 from vecroute.classifier.streams import progress_over, windows_of
 from vecroute.classifier.vectors import vectors
+from vecroute.encoders.ahead import ahead
 from vecroute.encoders.text import Batch
 from vecroute.encoders.vision import VisionEncoder
 

@@ -70,6 +70,8 @@ class CapturedSteps:
         self.buckets: dict[int, Bucket] = {}
         self.failed = False  # a capture has failed
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        # Warm-up steps and steps that are too large for a graph run without one, which is no mistake.
+        trainer.optimizer._warned_capturable_if_run_uncaptured = True
         for parameter in trainer.parameters.values():  # a graph changes this state in place
             trainer.optimizer.state.setdefault(parameter, new_moments(parameter))
 
@@ -191,14 +193,15 @@ class CapturedSteps:
         x, mask, targets, use = self.inputs(bucket)
         parameters, average = list(trainer.parameters.values()), list(trainer.average.values())
         # Parameters remember the stream of an earlier step, which a graph must not use. So use new leaves.
-        leaves = {parameter: parameter.detach().requires_grad_() for parameter in parameters}
+        leaves = {p: p.detach().requires_grad_(p.requires_grad) for p in parameters}
         named = {name: leaves[parameter] for name, parameter in trainer.model.named_parameters()}
         with trainer.autocast():
             scores = functional_call(trainer.model, named, (x, mask)).reshape(targets.shape)  # [k, b, n_cls]
         losses = task.losses(scores.float(), targets, trainer.recipe.label_smoothing)  # [k, b]
         loss = ((losses * use).sum(1) / use.sum(1).clamp(min=1)).sum()
-        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        for parameter, grad in zip(parameters, grads, strict=True):
+        learning = [parameter for parameter in parameters if parameter.requires_grad]
+        grads = torch.autograd.grad(loss, [leaves[parameter] for parameter in learning], allow_unused=True)
+        for parameter, grad in zip(learning, grads, strict=True):
             if grad is not None and grad.stride() != parameter.stride():  # AdamW reads both in one order
                 grad = torch.empty_like(parameter).copy_(grad)
             parameter.grad = grad

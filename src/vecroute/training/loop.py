@@ -38,7 +38,7 @@ CLIP_NORM = 1.0
 FEWEST_TO_JUDGE_BY = 100  # with fewer validation samples, training ignores the validation accuracy
 BATCH_BYTES = 128 * 1024**2  # size of the padded hidden states that go through the head at once
 CHECKPOINT_SECONDS = 5.0
-LOOK_EVERY = 50  # captured steps between two looks at the loss, each of which waits for the device
+LOOK_EVERY = 50  # steps between two looks at the loss of captured steps; a look waits for the device
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the state of AdamW
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.ahead import ahead
+from vecroute.encoders.ahead import ahead
 from vecroute.encoders.text import length_batches
 from vecroute.training.recipe import Source
 
