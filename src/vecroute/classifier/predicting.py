@@ -17,7 +17,8 @@ from vecroute.encoders.vision import VisionEncoder
 if TYPE_CHECKING:
     from vecroute.classifier.estimator import RoutingClassifier
 
-WINDOW_CHARACTERS = 1_000_000  # characters of text tokenized at a time; an image counts as 4,000
+# Characters of text tokenized at a time, by a thread that is one window ahead. An image counts as 4,000.
+WINDOW_CHARACTERS = 250_000
 
 
 def scores_of(classifier: "RoutingClassifier", X: Any) -> Tensor:

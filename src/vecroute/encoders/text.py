@@ -1,6 +1,8 @@
 """Frozen text Transformers: they map texts to the hidden states of every token at every depth."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,8 @@ class Columns(Sequence):
     Predictions need token ids only, and reading all values takes longer than tokenizing.
     """
 
+    __slots__ = ("encodings", "name")
+
     def __init__(self, encodings: Sequence[Any], name: str):
         self.encodings, self.name = encodings, name
 
@@ -39,12 +43,18 @@ class Columns(Sequence):
         return getattr(self.encodings[chunk], self.name)
 
 
+@cache
+def every(n: int) -> tuple[bool, ...]:
+    """Return n times True. Texts share these tuples, since the garbage collector counts each new one."""
+    return (True,) * n
+
+
 class Tokenized(NamedTuple):
     """A text ready for the encoder: values for every position of every chunk, including special tokens."""
 
     text: str
     chunks: list[list[int]]  # token ids
-    keep: list[list[bool]]  # True where a position is routed
+    keep: Sequence[Sequence[bool]]  # True where a position is routed
     special: Sequence[list[int]]  # 1 at special tokens
     spans: Sequence[list[tuple[int, int]]]  # first character and one past the last
 
@@ -188,20 +198,23 @@ class TextEncoder:
             return_token_type_ids=False,
             verbose=False,
         )
-        rows: list[list[int]] = [[] for _ in texts]
-        for row, text in enumerate(encoded["overflow_to_sample_mapping"]):
-            rows[text].append(row)
-        return [self._tokenized(text, encoded, chunks) for text, chunks in zip(texts, rows, strict=True)]
+        of_text, ids = encoded["overflow_to_sample_mapping"], encoded["input_ids"]
+        starts = [row for row, k in enumerate(of_text) if row == 0 or k != of_text[row - 1]] + [len(of_text)]
+        encodings = encoded.encodings
+        return [
+            self._tokenized(text, ids[start:end], encodings[start:end])
+            for text, start, end in zip(texts, starts, starts[1:], strict=False)
+        ]
 
-    def _tokenized(self, text: str, encoded: Any, rows: list[int]) -> Tokenized:
-        encodings = [encoded.encodings[row] for row in rows]
+    def _tokenized(self, text: str, chunks: list[list[int]], encodings: Sequence[Any]) -> Tokenized:
         special, spans = Columns(encodings, "special_tokens_mask"), Columns(encodings, "offsets")
-        chunks = [encoded["input_ids"][row] for row in rows]
-        keep = [[True] * len(chunk) for chunk in chunks]
+        keep: Sequence[Sequence[bool]] = [every(len(chunk)) for chunk in chunks]
         if not self.special_tokens:
             keep = [[not s for s in row] for row in special]
-        if self.stride and len(rows) > 1:
-            drop_overlaps(keep, special, self._content - self.stride)
+        if self.stride and len(chunks) > 1:
+            chosen = [list(row) for row in keep]
+            drop_overlaps(chosen, special, self._content - self.stride)
+            return Tokenized(text, chunks, chosen, special, spans)
         return Tokenized(text, chunks, keep, special, spans)
 
     def batches(self, texts: Sequence[Tokenized], batch_positions: int | None = None) -> Iterator[Batch]:
@@ -244,14 +257,9 @@ class TextEncoder:
             filled += len(kept)
         return joined
 
-    def _run(self, chunks: list[list[int]], keep: list[list[bool]]) -> tuple[Tensor, Tensor]:
+    def _run(self, chunks: list[list[int]], keep: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
         """Encode some chunks. Return hidden states [b, n, depth, d_emb] and the mask to route [b, n]."""
-        longest = max(map(len, chunks))
-        pad = self.tokenizer.pad_token_id or 0
-        ids = torch.tensor([chunk + [pad] * (longest - len(chunk)) for chunk in chunks])  # [b, n]
-        mask = torch.tensor([row + [False] * (longest - len(row)) for row in keep])  # [b, n]
-        lengths = torch.tensor([len(chunk) for chunk in chunks])  # [b]
-        attended = torch.arange(longest) < lengths[:, None]  # [b, n]
+        ids, attended, mask = padded(chunks, keep, self.tokenizer.pad_token_id or 0)  # [b, n] each
         states = self._states(ids, attended)
         return torch.stack([states[depth] for depth in self.depths], dim=2), mask.to(self.device)
 
@@ -261,6 +269,18 @@ class TextEncoder:
         ids = ids.to(self.device)
         attended = torch.ones_like(ids) if attended is None else attended.to(self.device, torch.long)
         return self.model(input_ids=ids, attention_mask=attended, output_hidden_states=True).hidden_states
+
+
+def padded(
+    chunks: Sequence[Sequence[int]], keep: Sequence[Sequence[bool]], pad: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token ids, which of them are no padding, and which positions are routed, [b, n] each."""
+    lengths = torch.tensor([len(chunk) for chunk in chunks])[:, None]  # [b, 1]
+    attended = torch.arange(int(lengths.max())) < lengths  # [b, n]
+    ids, mask = torch.full(attended.shape, pad), torch.zeros_like(attended)  # [b, n] each
+    ids[attended] = torch.tensor(list(chain.from_iterable(chunks)))  # one flat list is read fast
+    mask[attended] = torch.tensor(list(chain.from_iterable(keep)))
+    return ids, attended, mask
 
 
 def position_limit(model: nn.Module, tokenizer: Any) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vecroute.compose.contribution import check_complete, completeness_error
 from vecroute.compose.held import Held
 from vecroute.compose.probe import precision
-from vecroute.encoders.text import TextEncoder, Tokenized, length_batches
+from vecroute.encoders.text import TextEncoder, Tokenized, length_batches, padded
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.through import HeldEncoder, patch_filter, positions_at_once, word_table
 from vecroute.io.images import Picture
@@ -184,13 +184,10 @@ def _reading(encoder: TextEncoder, texts: Sequence[Tokenized], rows: Sequence[li
     return Reading(runs, source, encoder.name, mask.to(encoder.device))
 
 
-def _text_run(encoder: TextEncoder, chunks: Sequence[list[int]], keep: Sequence[list[bool]]) -> Run:
-    longest, pad = max(map(len, chunks)), encoder.tokenizer.pad_token_id or 0
-    ids = torch.tensor([chunk + [pad] * (longest - len(chunk)) for chunk in chunks])  # [r, n]
-    lengths = torch.tensor([len(chunk) for chunk in chunks])[:, None]  # [r, 1]
-    attended = (torch.arange(longest) < lengths).long()  # [r, n]
-    mask = torch.tensor([row + [False] * (longest - len(row)) for row in keep])  # [r, n]
-    ids, attended, mask = (t.to(encoder.device) for t in (ids, attended, mask))
+def _text_run(encoder: TextEncoder, chunks: Sequence[list[int]], keep: Sequence[Sequence[bool]]) -> Run:
+    parts = padded(chunks, keep, encoder.tokenizer.pad_token_id or 0)
+    ids, attended, mask = (t.to(encoder.device) for t in parts)  # [r, n] each
+    attended = attended.long()
 
     def call() -> list[Tensor]:
         found = encoder.model(input_ids=ids, attention_mask=attended, output_hidden_states=True)
