@@ -19,6 +19,16 @@ def test_all_items_come_in_order(n, count):
     assert list(ahead(lambda k: 2 * k, iter(range(count)), n)) == [2 * k for k in range(count)]
 
 
+def test_several_threads_keep_the_order():
+    def prepare(k):
+        time.sleep(0.05 if k % 2 == 0 else 0.0)
+        return k, threading.get_ident()
+
+    found = list(ahead(prepare, range(8), 4, threads=4))
+    assert [k for k, _ in found] == list(range(8))
+    assert len({thread for _, thread in found}) > 1
+
+
 def test_the_next_item_is_prepared_meanwhile_and_no_more():
     read, prepared = [], []
 

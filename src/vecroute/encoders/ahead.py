@@ -1,4 +1,4 @@
-"""Prepare the next items in a thread, while the caller works on the current one."""
+"""Prepare the next items in threads, while the caller works on the current one."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,8 +10,10 @@ Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 
 
-def ahead(prepare: Callable[[Item], Prepared], items: Iterable[Item], n: int = 1) -> Iterator[Prepared]:
-    """Yield prepare(item) for each item, in order. A thread prepares n items before they are asked for.
+def ahead(
+    prepare: Callable[[Item], Prepared], items: Iterable[Item], n: int = 1, threads: int = 1
+) -> Iterator[Prepared]:
+    """Yield prepare(item) for each item, in order. Threads prepare n items before they are asked for.
 
     The items themselves are read in the thread of the caller.
     """
@@ -20,7 +22,7 @@ def ahead(prepare: Callable[[Item], Prepared], items: Iterable[Item], n: int = 1
     if len(first) < 2:  # there is nothing to prepare meanwhile
         yield from map(prepare, first)
         return
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         waiting = deque(pool.submit(prepare, item) for item in first)
         while waiting:
             prepared = waiting.popleft().result()

@@ -163,9 +163,8 @@ class FeatureCache:
         temporary = path.with_suffix(".tmp")
         try:
             entries = {key: Entry.of(hidden) for key, hidden in segment.items()}
+            # No fsync, which would take longer than all else: a checksum finds what a power failure destroys.
             save_file(segment, temporary, header(self.key, entries))
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
             temporary.replace(path)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):

@@ -1,6 +1,7 @@
 """Hidden states on the device of the head: all of them where they fit, else those of the next batches."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ MEMORY_SHARE = (
 )
 PART_BYTES = 256 * 1024**2  # size of the hidden states that are read at a time
 AHEAD = 2  # batches that are read before they are needed
+READERS = 4  # threads that read and check hidden states from the disk
 
 
 class OnDevice:
@@ -27,11 +29,12 @@ class OnDevice:
 
     def __init__(self, source: Source, device: torch.device):
         self.lengths, self.position_bytes = source.lengths, source.position_bytes
-        parts, order = [], []
-        for which in length_batches(source.lengths, max(PART_BYTES // source.position_bytes, 1)):
-            hidden, mask = source.batch(which, device)  # [b, n_pos, depth, d_emb]
-            parts.append(hidden[mask])  # [m, depth, d_emb]
-            order += which
+        groups = list(length_batches(source.lengths, max(PART_BYTES // source.position_bytes, 1)))
+        order = [k for which in groups for k in which]
+        parts = []
+        read = partial(source.batch, device=torch.device("cpu"))
+        for hidden, mask in ahead(read, groups, READERS, READERS):  # [b, n_pos, depth, d_emb], [b, n_pos]
+            parts.append(hidden.to(device)[mask.to(device)])  # [m, depth, d_emb]
         states = torch.cat(parts)  # [sum of n_pos, depth, d_emb]
         self.depth, self.rows = states.shape[1], states.flatten(0, 1)
         lengths = torch.tensor(self.lengths)[order]  # [n]
