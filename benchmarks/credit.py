@@ -139,7 +139,7 @@ def words(device: str, repeats: int, name: str = "minilm") -> list[tuple[str, fl
     case = f"words, MiniLM, {len(sentences)} sentences"
     found_rows = []
     for name, run in ways.items():
-        # Each time is divided by that of the adjacent predictions, so that other load affects both equally.
+        # Divide each time by the time of the predictions beside it, so that other load affects both equally.
         times = [(seconds(predict), seconds(run)) for _ in range(repeats + 3)][3:]
         found_rows.append((f"{case}: {name}", statistics.median(b / a for a, b in times), "x predictions"))
         speed = len(sentences) / statistics.median(b for _, b in times)
