@@ -31,6 +31,7 @@ from tables_speed import (
     on_a_cpu,
     out_of_core,
     serve,
+    throughput,
 )
 
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -58,6 +59,7 @@ TABLES = {
     "corpus": corpus,
     "killed": killed,
     "paper-claims": paper_claims,
+    "throughput": throughput,
     "planted": planted,
     "out-of-core-cpu": lambda: out_of_core("cpu"),
     "out-of-core-gpu": lambda: out_of_core("gpu"),

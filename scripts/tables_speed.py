@@ -1,31 +1,40 @@
 """Tables of times and memory: routings, heads, streaming, the classifier and the server."""
 
-from table_rows import GPU, Row, read, record, row, rows, short, size, table
+from table_rows import GPU, Row, read, record, row, short, size, table
+
+CALL = ("case", "n_out", "d_inp", "n_iters")  # these columns tell the eager calls of a mode apart
+BOTH = ("official", "fused")
 
 
 def eager() -> str:
     """Tabulate eager forward + backward, compared with the authors' code, also eager."""
     lines = []
-    for theirs in rows("eager", implementation="official", kind="plain"):
-        same = {name: theirs[name] for name in ("case", "n_out", "d_inp", "n_iters")}
-        ours = [r for r in rows("eager", implementation="fused", **same) if r["kind"] == "plain"]
-        if ours:
-            times = [float(r["whole_ms"]) for r in (theirs, ours[-1])]
+    for same in calls_of(implementation="official", kind="plain"):
+        if read("eager", {"implementation": "fused", "kind": "plain", **same}):
+            theirs, ours = (row("eager", implementation=name, kind="plain", **same) for name in BOTH)
+            times = [float(r["whole_ms"]) for r in (theirs, ours)]
             length = "any" if theirs["variable"] == "True" else "fixed"
             cells = (size(theirs), length, theirs["n_iters"], *(f"{t:.2f} ms" for t in times))
             lines.append((*cells, f"{times[0] / times[1]:.1f}x"))
     return table("sizes | length | iterations | authors' code | vecroute | faster", lines)
 
 
+def calls_of(**wanted: str) -> list[Row]:
+    """Return the sizes of the measured eager calls, each once."""
+    found = (tuple(r[name] for name in CALL) for r in read("eager", {"mode": "tf32", **wanted}))
+    return [{"mode": "tf32", **dict(zip(CALL, each, strict=True))} for each in dict.fromkeys(found)]
+
+
 def eager_kinds() -> str:
     """Tabulate the same samples as a full batch, as a padded batch with a mask, and packed."""
     lines = []
-    for masked in rows("eager", implementation="fused", kind="masked"):
-        same = {name: masked[name] for name in ("case", "n_out", "d_inp", "n_iters", "implementation")}
-        packed = row("eager", kind="packed", **same)
-        plain = rows("eager", kind="plain", **same)
-        cells = [f"{float(r['whole_ms']):.2f} ms" for r in (*plain[-1:], masked, packed)]
-        lines.append((size(masked), *([] if plain else ["-"]), *cells))
+    for same in calls_of(implementation="fused", kind="masked"):
+        cells = []
+        for kind in ("plain", "masked", "packed"):
+            of_kind = {"kind": kind, "implementation": "fused", **same}
+            found = row("eager", **of_kind) if read("eager", of_kind) else None
+            cells.append(f"{float(found['whole_ms']):.2f} ms" if found else "-")
+        lines.append((size(row("eager", kind="masked", implementation="fused", **same)), *cells))
     return table("sizes | all inputs | padded, with a mask | packed", lines)
 
 
@@ -148,6 +157,31 @@ def classifier() -> str:
         units = {"s": " s", "texts/s": " sentences/s", "x": "x"}
         lines.append((name, *(f"{short(r['value'])}{units[r['unit']]}" for r in found)))
     return table("| two idle CPU cores | one H200, half precision", lines)
+
+
+def throughput() -> str:
+    """Tabulate training, hidden states, predictions and explanations on a GPU."""
+    names = {
+        "2047 phrases: later epoch, with validation": "an epoch of 2,047 phrases",
+        "2047 phrases: first epoch, with captures and validation": "the same, with the captures of graphs",
+        "2047 phrases: later epoch of three members, with validation": "an epoch of three members",
+        "67000 phrases: later epoch, with validation": "an epoch of 67,000 phrases",
+        "fit of 67000 phrases, 3 epochs, members 1: time": "`fit` of 67,000 phrases, 3 epochs, one member",
+        "fit of 67000 phrases, 3 epochs, members 1: share of time in which the GPU works": (
+            "share of this time in which the GPU works"
+        ),
+        "20000 texts: bare encoder, tokens given": "the encoder alone, tokens given",
+        "20000 texts: bare encoder, tokenizing first": "the tokenizer, then the encoder",
+        "20000 texts: predict_proba": "`predict_proba`",
+        "20000 texts: first pass with cache": "hidden states into the cache",
+        "words of 2048 sentences, bfloat16: one margin, batch 32": "words explained, 32 at a time",
+        "words of 2048 sentences, bfloat16: explain_iter of one class": "words explained by `explain_iter`",
+    }
+    lines = []
+    for what, name in names.items():
+        found = row("throughput", what=what)
+        lines.append((name, f"{short(found['value'])} {found['unit']}"))
+    return table("| one H200", lines)
 
 
 def serve() -> str:
