@@ -186,7 +186,7 @@ def test_throughput_rows(monkeypatch, tmp_path):
 
 def test_credit_rows(monkeypatch, tmp_path):
     for name in ("cost", "words", "images"):
-        monkeypatch.setitem(credit.PARTS, name, lambda device, repeats: [("cost", 1.0, "x forward")])
+        monkeypatch.setitem(credit.PARTS, name, lambda *_: [("cost", 1.0, "x forward")])
     credit.main(options(tmp_path))
     assert empty(read(tmp_path / "credit.csv")) <= {"triton"}
 

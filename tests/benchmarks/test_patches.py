@@ -1,8 +1,10 @@
 """The benchmarks of images at a tiny size: hidden states of CIFAR-10, linear probes, maps of patches."""
 
 import csv
+import dataclasses
 import queue
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from vecroute.io.images import Picture
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import accuracy
 import corpora
+import jobs
 import patches
 from scoring import top_5
 from stacked import as_means
@@ -96,8 +99,10 @@ def test_linear_probes_see_the_mean_patch_alone(folder, encoder):
         assert data.start.tolist() == list(range(len(data)))
         assert data.length.tolist() == [1] * len(data)
         assert torch.equal(data.label, splits[name].label)
-    (job,) = accuracy.search_jobs("cifar10", accuracy.LINEAR, accuracy.RECIPES[:1], 2)
-    done = accuracy.run_job(job, splits | {"dev": splits["test"]})
+    job = accuracy.search_jobs("cifar10", accuracy.LINEAR, 1)[0]
+    training = dataclasses.replace(job.training, epochs=1)
+    job = dataclasses.replace(job, recipes=job.recipes[:1], training=training)
+    done = jobs.run_job(job, splits | {"dev": splits["test"]})
     assert done.parameters == 10 * (3 * 16 + 1)
 
 
@@ -174,12 +179,14 @@ def test_rollout_is_of_the_attention_of_the_encoder(viewer, pixels):
 class InThisProcess(accuracy.Workers):
     """A replacement for ``Workers`` that runs jobs in this process."""
 
-    def __init__(self, splits, options):
+    def __init__(self, splits, options, about):
         self.splits, self.jobs, self.results, self.processes = splits, self, queue.SimpleQueue(), []
-        self.state, self.limit = options.state, options.limit
+        self.state, self.limit, self.about = options.state, options.limit, about
+        self.waiting, self.lock = {}, threading.Lock()
 
     def put(self, job):
-        self.results.put(accuracy.run_job(job, self.splits))
+        with self.lock:
+            self.results.put(None if job is None else jobs.run_job(job, self.splits))
 
 
 def rows_of(path):
@@ -191,7 +198,8 @@ def test_from_images_to_rows_of_heads_and_of_maps(folder, tmp_path, monkeypatch)
     monkeypatch.setattr(accuracy, "Workers", InThisProcess)
     shared = ["--device", "cpu", "--data", str(folder), "--encoder", str(folder / "encoder"), "--short"]
     shared += ["--results", str(tmp_path)]
-    monkeypatch.setattr(accuracy, "GROWTH", 0)
+    monkeypatch.setattr(accuracy, "LOWEST", 1e-3)  # the grid of learning rates does not grow
+    monkeypatch.setattr(accuracy, "HIGHEST", 1e-3)
     raced = ["--tasks", "cifar10", "--heads", "routing", accuracy.LINEAR, "--state", str(tmp_path / "state")]
     accuracy.main([*shared, *raced, "--save", str(tmp_path / "heads")])
     rows = rows_of(tmp_path / "accuracy.csv")

@@ -1,7 +1,11 @@
 """Preparing ahead, and the parts of the cache that work ahead of the disk and of the host."""
 
+import multiprocessing
+import sys
 import threading
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -27,6 +31,47 @@ def test_several_threads_keep_the_order():
     found = list(ahead(prepare, range(8), 4, threads=4))
     assert [k for k, _ in found] == list(range(8))
     assert len({thread for _, thread in found}) > 1
+
+
+def test_a_forked_process_writes_to_the_cache_of_its_parent(tmp_path):
+    """It has none of its parent's threads."""
+    shared = FeatureCache(tmp_path, "k" * 32)
+    shared.put("a", torch.zeros(2, 3, 4))
+    shared.flush()
+    context = multiprocessing.get_context("fork")
+
+    def write():
+        shared.put("b", torch.ones(2, 3, 4))
+        shared.flush()
+
+    child = context.Process(target=write)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+        child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    shared.refresh()
+    assert torch.equal(shared.get("b"), torch.ones(2, 3, 4).half())
+
+
+def test_readers_find_damage_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "SEGMENT_BYTES", 1)
+    texts = [str(k) for k in range(60)]
+    shared = FeatureCache(tmp_path, "k" * 32)
+    for text in texts:
+        shared.put(text, torch.randn(2, 3, 4))
+    shared.flush()
+    for path in shared.own.glob("*.safetensors"):
+        data = path.read_bytes()
+        path.write_bytes(data[:-20] + bytes(20))
+    damaged = FeatureCache(tmp_path, "k" * 32)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(damaged.get, texts)) == [None] * len(texts)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_the_next_item_is_prepared_meanwhile_and_no_more():

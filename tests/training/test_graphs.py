@@ -50,6 +50,23 @@ def test_it_learns_what_eager_steps_learn(name, n_members, monkeypatch):
         assert row == pytest.approx(other, rel=1e-4)
 
 
+def test_texts_are_stored_in_different_dtypes(graphed):
+    """One text has numbers beyond float16, so it is bfloat16, and a batch with it is float32."""
+    task = make_task()
+    task.features.states[5] = (1e5 * task.features.states[5]).bfloat16()
+    task.features.states[7] = task.features.states[7].half()
+    _, weights = weights_after(Recipe(max_epochs=1, batch_size=8), task)
+    assert weights.isfinite().all()
+
+
+def test_a_finished_run_keeps_no_captured_steps(graphed):
+    trainer = Trainer(
+        make_head(), resident(make_task()), Recipe(max_epochs=1), make_accelerator("cpu"), None, 5.0
+    )
+    trainer.run()
+    assert trainer.captured is None
+
+
 def test_members_learn_from_their_own_samples(monkeypatch):
     uses = torch.rand(2, 60, generator=torch.Generator().manual_seed(1)) < 0.6
     recipe = Recipe(max_epochs=2, batch_size=8, **PLAIN)

@@ -60,9 +60,10 @@ def test_graphs_learn_what_eager_steps_learn(n_members, mixed_precision, monkeyp
 def test_every_step_is_a_graph_of_one_of_a_few_buckets(monkeypatch, caplog):
     monkeypatch.setattr(Trainer, "train_step", lambda *_: pytest.fail("an eager step"))
     trainer = Trainer(make_head(), make_task(), Recipe(max_epochs=2), make_accelerator("cuda"), None, 5.0)
+    captured = trainer.captured
     trainer.run()
-    assert sorted(trainer.captured.buckets) == [16, 32, 48, 64]
-    assert not trainer.captured.failed
+    assert sorted(captured.buckets) == [16, 32, 48, 64]
+    assert not captured.failed
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 

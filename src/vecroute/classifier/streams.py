@@ -17,7 +17,7 @@ def windows_of(X: Any, images: bool, limit: int) -> Iterator[list[Any]]:
     """Yield checked texts or ``Picture`` objects, in order, as many at a time as the limit allows.
 
     If X has a length, all of it is checked before anything is yielded. A stream, such as a generator, is
-    checked as it is read, and only one window of it is in memory.
+    checked as it is read, one window after the other.
 
     Args:
         X: a list, array, Series, data frame, dataset, generator or other iterable.

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from vecroute.encoders.text import TextEncoder
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-SEGMENT_BYTES = 64 * 1024**2  # size of a segment; a killed process loses at most this much
+SEGMENT_BYTES = 64 * 1024**2  # size of a segment; a killed process loses a few of them at most
 WINDOW_BYTES = 128 * 1024**2  # hidden states computed at a time on a CPU, if there are several texts
 GPU_WINDOW_BYTES = 1024**3  # on a GPU, more texts at a time mean larger batches of similar length
 GPU_BATCH_BYTES = (
@@ -74,9 +75,10 @@ class FeatureCache:
         self._checked: set[str] = set()
         self._waiting: dict[str, Tensor] = {}  # hidden states not yet written to the disk
         self._waiting_bytes = 0
-        self._writers = ThreadPoolExecutor(WRITERS)
+        self._writers: tuple[int, ThreadPoolExecutor] | None = None  # with the process that they belong to
         self._writing: list[tuple[dict[str, Tensor], Future]] = []  # oldest first
         self._full = False
+        self._dropping = threading.Lock()  # several threads may find damage at the same time
         for path in self._own_files():
             with suppress(OSError):  # another process has just renamed it, or the folder is read-only
                 if path.suffix == ".tmp" and time.time() - path.stat().st_mtime > ABANDONED_AFTER:
@@ -113,9 +115,10 @@ class FeatureCache:
         if (hidden := self._in_memory(key)) is not None:
             return hidden
         path = self._where.get(key)
-        if path is None:
+        file = self._files.get(path) if path is not None else None
+        if path is None or file is None:
             return None
-        hidden = self._files[path].get_tensor(key)  # [n_pos, depth, d_emb]
+        hidden = file.get_tensor(key)  # [n_pos, depth, d_emb]
         if key not in self._checked:
             if Entry.of(hidden) != self._entries[key]:
                 self._drop(path, "shape, dtype or checksum differs")
@@ -149,13 +152,17 @@ class FeatureCache:
 
     def _start_writing(self) -> None:
         """Write the waiting hidden states as one segment, in a thread."""
-        self._writing.append((self._waiting, self._writers.submit(self._write, self._waiting)))
+        if self._writers is None or self._writers[0] != os.getpid():  # a forked process has no threads yet
+            self._writers = os.getpid(), ThreadPoolExecutor(WRITERS)
+        self._writing.append((self._waiting, self._writers[1].submit(self._write, self._waiting)))
         self._waiting, self._waiting_bytes = {}, 0
 
     def _end_writing(self) -> None:
         """Wait until the oldest segment is written."""
-        self._writing[0][1].result()
-        self._writing.pop(0)
+        try:
+            self._writing[0][1].result()
+        finally:
+            self._writing.pop(0)
         self.refresh()
 
     def _write(self, segment: dict[str, Tensor]) -> None:
@@ -217,8 +224,9 @@ class FeatureCache:
         self._refused.add(path)
         with suppress(OSError):  # in a read-only folder it stays, but is not used
             path.unlink(missing_ok=True)
-        self._files.pop(path, None)
-        self._where = {key: where for key, where in self._where.items() if where != path}
+        with self._dropping:
+            self._files.pop(path, None)
+            self._where = {key: where for key, where in self._where.items() if where != path}
 
 
 class Features:
@@ -355,7 +363,7 @@ def copies(*tensors: Tensor) -> list[Any]:
     for copy, tensor in zip(found, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(tensors[0].device))
     return [*found, event]
 
 

@@ -19,7 +19,10 @@ from vecroute.explain.through import word_table
 from vecroute.explain.words import HeldHead, Reading, Run, split_words
 from vecroute.heads import RoutingHead
 
-POSITIONS = {"cuda": 32_768, "cpu": 2_048}  # positions that are encoded at once
+
+def batch_positions(device: torch.device) -> int:
+    """Return how many positions are encoded at once."""
+    return 32_768 if device.type == "cuda" else 2_048
 
 
 class Layout(NamedTuple):
@@ -184,7 +187,7 @@ def by_samples(samples: int = 24) -> Method:
         ]
         total, count = torch.zeros(found.shape), torch.zeros(found.shape)  # [b, n_pos] each
         content = layout.content.cpu()  # [b, n_pos]
-        for which in length_batches([sum(keep) + 2 for _, keep in drawn], POSITIONS[reader.device.type]):
+        for which in length_batches([sum(keep) + 2 for _, keep in drawn], batch_positions(reader.device)):
             parts = [drawn[m] for m in which]
             kept = reader.layout([list(compress(texts[k], keep)) for k, keep in parts])
             rows = torch.tensor([k for k, _ in parts], device=target.device)  # [m]
@@ -252,7 +255,7 @@ def scores_of(reader: Reader, texts: Sequence[Sequence[int]], target: Tensor, ot
     """Return the margin of one pair of classes for many texts, [n]."""
     n, found = len(texts), []
     longest = max(1, *map(len, texts))
-    size = max(1, POSITIONS[reader.device.type] // (longest + 2))
+    size = max(1, batch_positions(reader.device) // (longest + 2))
     for start in range(0, n, size):
         scores = reader.scores(reader.layout(texts[start : start + size]))  # [b, n_cls]
         found.append(margins(scores, target.expand(len(scores)), other.expand(len(scores))))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vecroute.encoders.text import length_batches
-from vecroute.explain.attribution import Method, Reader
-from vecroute.explain.judge import BATCH_POSITIONS, CURVE, FRACTIONS, Curve, Judge, ask_all, ask_masked
+from vecroute.explain.attribution import Method, Reader, batch_positions
+from vecroute.explain.judge import CURVE, FRACTIONS, Curve, Judge, ask_all, ask_masked
 from vecroute.explain.rivals import METHODS
 from vecroute.ops.checks import check_choice
 
@@ -77,7 +77,7 @@ def measure(
         empty = next(k for k, ids in enumerate(tokens) if not ids)
         raise ValueError(f"texts must have at least one token each, text {empty} is {texts[empty]!r}")
     rows: list[dict[str, Any]] = []
-    for group in length_batches(list(map(len, tokens)), BATCH_POSITIONS[reader.device.type]):
+    for group in length_batches(list(map(len, tokens)), batch_positions(reader.device)):
         rows += measure_batch(reader, group, [tokens[k] for k in group], methods, leave_one_out)
         if step:
             step(len(group))

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from vecroute.encoders.text import length_batches
-from vecroute.explain.attribution import Layout, Reader, margins
+from vecroute.explain.attribution import Layout, Reader, batch_positions, margins
 
 # Shares of the tokens. Comprehensiveness and sufficiency are means over FRACTIONS, insertion and deletion are
 # curves over CURVE.
 FRACTIONS = (0.05, 0.1, 0.2, 0.3, 0.5)
 CURVE = (0.1, 0.3, 0.5, 0.7, 0.9)
 SHARES = tuple(sorted({*FRACTIONS, *CURVE}))
-BATCH_POSITIONS = {"cuda": 32_768, "cpu": 2_048}
 
 Curve = dict[float, float]  # share of the tokens -> probability
 
@@ -84,7 +83,7 @@ def ask_all(judges: Sequence[Judge], texts: Sequence[Sequence[tuple[int, ...]]])
     if not new:
         return
     reader = judges[0].reader
-    for group in length_batches([len(t) + 2 for _, t in new], BATCH_POSITIONS[reader.device.type]):
+    for group in length_batches([len(t) + 2 for _, t in new], batch_positions(reader.device)):
         asked = [new[k] for k in group]
         scores = reader.scores(reader.layout([text for _, text in asked])).cpu()  # [b, n_cls]
         target, other = torch.tensor([(judge.target, judge.other) for judge, _ in asked]).unbind(
@@ -114,7 +113,7 @@ def ask_masked(
         masks[k * size : (k + 1) * size, content] = torch.cat([~first, first])
     hidden, masks = reader.hidden(layout), masks.to(reader.device)  # [b, n_pos, depth, d_emb]
     rows = torch.arange(len(judges), device=reader.device).repeat_interleave(size)  # [b size]
-    at_once = max(1, BATCH_POSITIONS[reader.device.type] // masks.shape[1])
+    at_once = max(1, batch_positions(reader.device) // masks.shape[1])
     pairs = zip(rows.split(at_once), masks.split(at_once), strict=True)
     scores = torch.cat([reader.head(hidden[row], mask) for row, mask in pairs]).cpu()  # [b size, n_cls]
     targets = torch.tensor([judge.target for judge in judges]).repeat_interleave(size)  # [b size]

@@ -25,8 +25,7 @@ from vecroute.explain.attribution import (
 from vecroute.explain.judge import Judge, ask_all
 from vecroute.storage import require
 
-# Positions that go through the encoder together with their graph
-GRADIENT_POSITIONS = {"cuda": 32_768, "cpu": 16_384}
+GRADIENT_POSITIONS = 16_384  # positions that go through the encoder together with their graph; twice on a GPU
 
 
 def by_gradient(reader: Reader, layout: Layout, target: Tensor, other: Tensor) -> Attribution:
@@ -122,7 +121,8 @@ def integrated(outputs: Callable[[Tensor], Tensor], x: Tensor, without: Tensor, 
     nodes, weights = (
         torch.from_numpy(part).to(x) for part in np.polynomial.legendre.leggauss(n_steps)
     )  # [n_steps] each, on the interval from -1 to 1
-    at_once = max(1, GRADIENT_POSITIONS[x.device.type] // (x.shape[0] * x.shape[1]))
+    positions = GRADIENT_POSITIONS * (2 if x.is_cuda else 1)
+    at_once = max(1, positions // (x.shape[0] * x.shape[1]))
     total = torch.zeros_like(x)
     for node, weight in zip(nodes.split(at_once), weights.split(at_once), strict=True):
         wide = [1] * x.dim()

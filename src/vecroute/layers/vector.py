@@ -90,8 +90,9 @@ class VectorRouting(nn.Module):
             self.W_ign, self.B_ign = parameter(d_inp, n_out), parameter(n_out)
         else:
             self.beta_use, self.beta_ign = parameter(n_inp, n_out), parameter(n_inp, n_out)
-        for name in set(Weights._fields) - set(self._parameters):
-            self.register_parameter(name, None)
+        for name in Weights._fields:
+            if name not in self._parameters:
+                self.register_parameter(name, None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -113,7 +114,7 @@ class VectorRouting(nn.Module):
     def weights(self) -> Weights:
         """Return the parameters as the ops take them."""
         named = self._parameters  # faster than getattr, but a parametrization removes the parameter
-        weights = Weights._make([named[n] if n in named else getattr(self, n) for n in Weights._fields])
+        weights = Weights._make([named[n] if n in named else getattr(self, n, None) for n in Weights._fields])
         return local_weights(self.group, weights) if self.group else weights
 
     def forward(

@@ -129,6 +129,7 @@ class Product:
         number = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
         self.one, self.beta = number(1), number(int(add))
         self.prepared: dict[int, tuple] = {}  # by the index of the device
+        self.found: list[Any] = []
 
     def __call__(self, recorder: Recorder, a: Pointer, b: Pointer, out: Pointer, workspace: Pointer) -> None:
         if recorder.interpreted:
@@ -179,7 +180,7 @@ class Product:
         lt.cublasLtMatmulPreferenceDestroy(preference)
         if not n_found.value:
             raise RuntimeError(f"cuBLASLt has no algorithm for {self}")
-        self.found = found  # the algorithm must live as long as the product
+        self.found.append(found)  # algorithms must live as long as the product, since programs point to them
         one, beta = ctypes.addressof(self.one), ctypes.addressof(self.beta)
         of_a, of_b, of_out = (layout.value for layout in layouts)
         return operation.value, one, of_b, of_a, beta, of_out, ctypes.addressof(found)

@@ -43,14 +43,17 @@ static PyObject *run(PyObject *module, PyObject *const *given, Py_ssize_t n) {
     if (PyErr_Occurred()) return NULL;
     const uint64_t *program = (const uint64_t *)values[0], *tensors = values + 3, *command = program + 3;
     void *stream = (void *)values[1], *handle = (void *)values[2];
-    for (uint64_t k = 0; k < program[0]; k++) {
+    uint64_t failed = 0;
+    Py_BEGIN_ALLOW_THREADS /* a launch waits while the queue of the device is full */
+    for (uint64_t k = 0; k < program[0] && !failed; k++) {
         const uint64_t *words = command + 2;
         int status = command[0] == KERNEL ? launch((Launch)program[1], words, tensors, stream)
                                           : multiply((Multiply)program[2], words, tensors, stream, handle);
-        if (status) return PyLong_FromUnsignedLongLong((k + 1) << 32 | (uint32_t)status);
+        if (status) failed = (k + 1) << 32 | (uint32_t)status;
         command += command[1];
     }
-    return PyLong_FromLong(0);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(failed);
 }
 
 static PyMethodDef methods[] = {{"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};

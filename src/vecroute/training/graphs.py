@@ -55,7 +55,7 @@ class CapturedSteps:
         task, recipe = trainer.task, trainer.recipe
         self.source, self.resident = task.features, isinstance(task.features, OnDevice)
         some, _ = self.source.batch(task.train[:1], self.device)  # [1, n_pos, depth, d_emb]
-        self.depth, self.d_emb, self.dtype = some.shape[2], some.shape[3], some.dtype
+        self.depth, self.d_emb = some.shape[2:]
         weight = task.class_weight
         # A graph cannot read the memory of the host.
         self.task = task._replace(class_weight=None if weight is None else weight.to(self.device))
@@ -152,7 +152,8 @@ class CapturedSteps:
         if isinstance(self.source, OnDevice):
             rows = self.source.rows  # [r, d_emb]
         else:
-            rows = torch.zeros(b * n_inp, self.d_emb, dtype=self.dtype, device=self.device)  # [r, d_emb]
+            # float32, since some texts may be stored as bfloat16, others as float16.
+            rows = torch.zeros(b * n_inp, self.d_emb, device=self.device)  # [r, d_emb]
         return Bucket(n_pos, self.kept_per_sample(n_pos), draws, rows)
 
     def capture(self, bucket: Bucket) -> Callable[[], object] | None:
@@ -162,18 +163,18 @@ class CapturedSteps:
         state = self.state()
         before = [tensor.clone() for tensor in state]
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                self.step(bucket)
-        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    self.step(bucket)
+            current.wait_stream(side)
             # The outer context restores the stream after a failed capture. The mode is thread_local, because
             # another thread may copy hidden states meanwhile.
             with torch.cuda.stream(current), torch.cuda.graph(graph, self.pool, None, "thread_local"):
                 self.step(bucket)
-        except RuntimeError as error:  # a step needs values on the host
+        except RuntimeError as error:  # a step needs values on the host, or memory runs out
             logger.warning("training steps cannot be CUDA graphs (%s): training continues eagerly", error)
             self.failed = True
         with torch.no_grad():

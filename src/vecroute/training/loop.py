@@ -167,6 +167,7 @@ class Trainer:
             for name, parameter in self.given.named_parameters():
                 parameter.copy_(self.kept[name])
         scores = self.scores(score, self.kept).double().cpu()  # [k, n_cls]
+        self.captured = None  # it refers to this trainer, so its memory would stay until a garbage collection
         return Trained(progress.history, progress.kept, scores)
 
     def batches(self) -> list[list[int]]:

@@ -59,7 +59,12 @@ def on_device(source: Any, device: torch.device) -> Any:
     if device.type != "cuda" or isinstance(source, OnDevice) or not source.lengths:
         return source
     needed = sum(source.lengths) * source.position_bytes // 2  # hidden states are stored in half precision
-    return OnDevice(source, device) if needed <= MEMORY_SHARE * free_bytes(device) else source
+    if needed > MEMORY_SHARE * free_bytes(device):
+        return source
+    try:
+        return OnDevice(source, device)
+    except torch.cuda.OutOfMemoryError:  # other processes use the GPU too
+        return source
 
 
 def free_bytes(device: torch.device) -> int:

@@ -44,7 +44,6 @@ INLINE void barrier_init(u32 barrier, int arrivals = 1) {
 INLINE void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
-INLINE void group_sync(int name) { asm volatile("bar.sync %0, 128;" :: "r"(name) : "memory"); }  // 128 threads
 INLINE void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  :: "r"(barrier), "r"(bytes) : "memory");
