@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,12 +65,16 @@ def test_readers_find_damage_at_the_same_time(tmp_path, monkeypatch):
     for path in shared.own.glob("*.safetensors"):
         data = path.read_bytes()
         path.write_bytes(data[:-20] + bytes(20))
-    damaged = FeatureCache(tmp_path, "k" * 32)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    sys.setswitchinterval(1e-6)
+    monkeypatch.setattr(
+        Path, "unlink", lambda *_, **__: time.sleep(1e-4)
+    )  # the files stay, for the next time
     try:
         with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(damaged.get, texts)) == [None] * len(texts)
+            for _ in range(5):
+                damaged = FeatureCache(tmp_path, "k" * 32)
+                assert list(pool.map(damaged.get, 3 * texts)) == [None] * 3 * len(texts)
     finally:
         sys.setswitchinterval(interval)
 

@@ -53,8 +53,9 @@ def test_it_learns_what_eager_steps_learn(name, n_members, monkeypatch):
 def test_texts_are_stored_in_different_dtypes(graphed):
     """One text has numbers beyond float16, so it is bfloat16, and a batch with it is float32."""
     task = make_task()
-    task.features.states[5] = (1e5 * task.features.states[5]).bfloat16()
-    task.features.states[7] = task.features.states[7].half()
+    states = [hidden.half() for hidden in task.features.states]
+    states[task.train[5]] = torch.full_like(states[task.train[5]], 1e5, dtype=torch.bfloat16)
+    task.features.states = states
     _, weights = weights_after(Recipe(max_epochs=1, batch_size=8), task)
     assert weights.isfinite().all()
 
