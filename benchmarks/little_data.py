@@ -41,7 +41,7 @@ from vecroute.training.calibration import probabilities
 from vecroute.training.evaluation import calibration_error
 
 CACHE_BYTES = 60 * 1024**3
-N_HELD_OUT = {"sentences": 2000, "reviews": 2000, "grades": 700, "words": 700, "topics": 600}
+N_HELD_OUT = {"sentences": 2693, "reviews": 2000, "grades": 2210, "words": 700, "topics": 600}
 FEWEST = 8  # texts for each class; smaller sizes are left out
 N_REVIEWS, REVIEW_WORDS = 10_000, 200  # training reviews to draw from, and words of each review
 REMOVED = [
