@@ -163,8 +163,7 @@ def train(
             inputs = [plan.augment(Picture.of(each).open()) for each in inputs]
         targets = nnf.one_hot(samples.labels[which], plan.n_cls).float().to(device)  # [b, n_cls]
         hidden, keep = padded(encoder.encode(inputs), device)
-        use = targets.new_ones(1, len(which))  # [1, b]: one member, which learns from every sample
-        mixed = mix(hidden, keep, targets[None], use, plan.mixup, seeded("mixup", plan.seed, step))
+        mixed = mix(hidden, keep, targets[None], plan.mixup, seeded("mixup", plan.seed, step))
         hidden, keep, targets = mixed[0], mixed[1], mixed[2][0]
         with common.autocast("bf16" if device.type == "cuda" else "fp32", device.type):
             loss = nnf.cross_entropy(head(hidden, keep).float(), targets)

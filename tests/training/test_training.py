@@ -276,7 +276,7 @@ def test_features_are_dropped_from_all_hidden_states_of_a_sample():
 def test_samples_are_mixed_where_both_have_inputs():
     hidden, targets = torch.randn(4, 5, 2, 3), torch.eye(4)
     keep = (torch.arange(5) < torch.tensor([[5], [2], [3], [1]]))[..., None].expand(4, 5, 2)
-    mixed, kept, mixed_targets, _ = mix(hidden, keep, targets[None], torch.ones(1, 4), 0.5, seeded(1))
+    mixed, kept, mixed_targets = mix(hidden, keep, targets[None], 0.5, seeded(1))
     mixed_targets = mixed_targets[0]
     other = mixed_targets.clone().fill_diagonal_(0).argmax(-1)
     share = mixed_targets.diagonal()
@@ -294,18 +294,6 @@ def test_samples_are_mixed_where_both_have_inputs():
                 torch.testing.assert_close(mixed[k, position], expected)
 
 
-def test_members_do_not_learn_from_mixtures_with_samples_of_others():
-    """Samples that a member must not learn from are NaN. Each mixture that it learns from is a number."""
-    hidden, keep = torch.randn(3 * 8, 2, 1, 1), torch.ones(3 * 8, 2, 1, dtype=torch.bool)
-    use = (torch.rand(3, 8, generator=seeded(0)) > 0.4).float()
-    hidden[use.flatten() == 0] = torch.nan
-    mixed, _, targets, used = mix(hidden, keep, torch.eye(8).expand(3, 8, 8), use, 0.5, seeded(1))
-    clean = mixed.unflatten(0, (3, 8)).isfinite().flatten(2).all(-1)
-    assert torch.equal(used.bool(), clean)
-    assert 0 < used.sum() < use.sum()
-    torch.testing.assert_close(targets.sum(-1), torch.ones(3, 8))
-
-
 @pytest.mark.parametrize("mixup", [0.0, 0.3])
 def test_every_member_drops_inputs_of_its_own(mixup):
     trainer = Trainer(
@@ -316,8 +304,8 @@ def test_every_member_drops_inputs_of_its_own(mixup):
         None,
         5,
     )
-    x, used, targets, use = trainer.inputs([20, 21, 22, 23], seeded(0))
-    assert (x.shape[:2], targets.shape, use.tolist()) == ((3, 4), (3, 4, 3), [[1.0] * 4] * 3)
+    x, used, targets = trainer.inputs([20, 21, 22, 23], seeded(0))
+    assert (x.shape[:2], targets.shape) == ((3, 4), (3, 4, 3))
     kept = x if used is None else x * used[..., None]
     assert not torch.equal(kept[0], kept[1])
     assert not torch.equal(kept[1], kept[2])
@@ -336,25 +324,6 @@ def test_members_learn_side_by_side_what_they_learn_alone(monkeypatch):
     torch.testing.assert_close(scores[0], single[0](hidden, mask), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(scores[1], single[1](hidden, mask), rtol=1e-4, atol=1e-5)
     assert (scores[0] - scores[1]).abs().max() > 1e-3
-
-
-def test_a_member_learns_only_from_its_own_samples():
-    """The labels of samples that a member does not use make no difference to it."""
-    task = make_task(n_valid=0)
-    uses = torch.arange(60) % 2 == torch.tensor([[0], [1]])  # [2, 60]
-    recipe = Recipe(max_epochs=1, batch_size=8)
-    hidden, mask = task.features.batch([0, 1, 2, 3], torch.device("cpu"))
-
-    def scores_after(targets):
-        head = make_head(n_members=2)
-        train(head, task._replace(uses=uses, targets=targets), recipe)
-        return head.member_scores(hidden, mask)
-
-    targets = task.targets.clone()
-    targets[1::2] = targets[1::2].roll(1, 1)
-    before, after = scores_after(task.targets), scores_after(targets)
-    # Gradients are clipped together, so the first member is not the same to the last bit.
-    assert (before[0] - after[0]).abs().max() < 0.02 * (before[1] - after[1]).abs().max()
 
 
 def test_batches_hold_every_sample_once_and_similar_lengths():

@@ -20,7 +20,7 @@ from vecroute.classifier.labels import (
     examples,
     split,
 )
-from vecroute.classifier.parts import as_python, cache_for, encoder_for, new_head
+from vecroute.classifier.parts import N_JUDGING, as_python, cache_for, encoder_for, new_head
 from vecroute.encoders.cache import Features
 from vecroute.encoders.either import is_of_images
 from vecroute.encoders.entries import text_key
@@ -163,7 +163,8 @@ def judge(
         fold = make_folds(task.targets, texts, classifier.random_state)  # [n]
         if fold.max() < N_FOLDS - 1:  # almost all texts are equal
             return
-        untrained = partial(new_head, classifier, encoder, len(classes))
+        untrained = partial(new_head, classifier, encoder, len(classes), N_JUDGING)
+        recipe = replace(recipe, max_epochs=len(classifier.history_))
         scores = out_of_fold(untrained, task, recipe, fold, **options)  # [n, n_cls]
     if classifier.calibrate:
         targets = task.targets[tested]  # [k, n_cls]

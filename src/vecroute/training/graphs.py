@@ -60,7 +60,6 @@ class CapturedSteps:
         # A graph cannot read the memory of the host.
         self.task = task._replace(class_weight=None if weight is None else weight.to(self.device))
         self.targets = task.targets.to(self.device)  # [n, n_cls]
-        self.uses = None if task.uses is None else task.uses.to(self.device).float()  # [k, n]
         self.lengths = torch.tensor(self.source.lengths)  # [n]
         self.generator = torch.Generator(self.device)
         # Rows: index of the sample, 1 (0 for padding), first position, length, number of inputs to keep.
@@ -191,7 +190,7 @@ class CapturedSteps:
     def step(self, bucket: Bucket) -> None:
         """Take one step, with the contents of all buffers, without a value that the host must know."""
         trainer, task = self.trainer, self.task
-        x, mask, targets, use = self.inputs(bucket)
+        x, mask, targets = self.inputs(bucket)
         parameters, average = list(trainer.parameters.values()), list(trainer.average.values())
         # Parameters remember the stream of an earlier step, which a graph must not use. So use new leaves.
         leaves = {p: p.detach().requires_grad_(p.requires_grad) for p in parameters}
@@ -199,7 +198,8 @@ class CapturedSteps:
         with trainer.autocast():
             scores = functional_call(trainer.model, named, (x, mask)).reshape(targets.shape)  # [k, b, n_cls]
         losses = task.losses(scores.float(), targets, trainer.recipe.label_smoothing)  # [k, b]
-        loss = ((losses * use).sum(1) / use.sum(1).clamp(min=1)).sum()
+        real = self.batch[1]  # [b]
+        loss = (losses * real).sum() / real.sum()
         learning = [parameter for parameter in parameters if parameter.requires_grad]
         grads = torch.autograd.grad(loss, [leaves[parameter] for parameter in learning], allow_unused=True)
         for parameter, grad in zip(learning, grads, strict=True):
@@ -215,12 +215,11 @@ class CapturedSteps:
             torch._foreach_add_(average, change)
             self.total += loss / trainer.n_members
 
-    def inputs(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def inputs(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
         """Return what ``Trainer.inputs`` returns, for the samples in the buffers, with padding."""
         trainer, n_inp = self.trainer, bucket.n_pos * self.depth
         k, share = trainer.n_members, trainer.recipe.drop_features
-        sample, real, first, length, n_kept = self.batch  # [b] each
-        use = real.expand(k, -1) if self.uses is None else real * self.uses[:, sample]  # [k, b]
+        sample, _, first, length, n_kept = self.batch  # [b] each
         targets = self.targets[sample].expand(k, -1, -1)  # [k, b, n_cls]
         drawn, by_feature = bucket.draws.view(k * len(sample), -1).split([n_inp, self.d_emb], 1)
         start, n_used, n_kept = (
@@ -239,9 +238,9 @@ class CapturedSteps:
         if share:
             x = x * (by_feature >= share)[:, None]  # [k b, i, d_emb]
         if trainer.routes:
-            return x.unflatten(0, (k, -1)), mask.unflatten(0, (k, -1)), targets, use.float()
+            return x.unflatten(0, (k, -1)), mask.unflatten(0, (k, -1)), targets
         by_depth = (bucket.n_pos, self.depth)
-        return x.unflatten(1, by_depth), mask.unflatten(1, by_depth), targets, use.float()
+        return x.unflatten(1, by_depth), mask.unflatten(1, by_depth), targets
 
 
 def captured_steps(trainer: "Trainer") -> CapturedSteps | None:

@@ -200,16 +200,15 @@ class Trainer:
         self.prepared.zero_grad()
         generator = seeded(recipe.seed, "step", progress.epoch, progress.step, self.rank)
         parts, total = self.groups(which), 0.0
-        n_used = self.task.used_by(which, self.n_members).sum(1).clamp(min=1)  # [k]
         for position, part in enumerate(parts):
-            x, keep, targets, use = self.inputs(part, generator)
+            x, keep, targets = self.inputs(part, generator)
             last = position == len(parts) - 1
             with self.accelerator.no_sync(self.model) if not last else nullcontext():
                 with self.autocast():
                     scores = self.model(x, keep).reshape(targets.shape)  # [k, b, n_cls]
                 losses = self.task.losses(scores.float(), targets, recipe.label_smoothing)  # [k, b]
                 # Sum over members, so that each member gets the gradient that it would get alone.
-                loss = ((losses * use).sum(1) / n_used.to(use.device)).sum()
+                loss = losses.sum() / len(which)
                 self.accelerator.backward(loss)
             total += loss.item() / self.n_members
         if not math.isfinite(total):
@@ -240,30 +239,27 @@ class Trainer:
         done = self.progress.epoch * self.steps + self.progress.step
         return 1 - min(1 - 1 / AVERAGED_STEPS, (1 + done) / (10 + done))
 
-    def inputs(
-        self, which: list[int], generator: torch.Generator
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Return the inputs, their mask, the targets and the uses of some samples in a step.
+    def inputs(self, which: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the inputs, their mask and the targets of some samples in a step.
 
         A routing head takes only the inputs that are not dropped, [k, b, i, d_emb], and their mask [k, b, i].
         Each member has its own inputs. Other heads take all hidden states, [b, n_pos, depth, d_emb], and a
-        mask of those that are not dropped. Targets are [k, b, n_cls]. Uses [k, b] are 1 where a member learns
-        from a sample, else 0.
+        mask of those that are not dropped. Targets are [k, b, n_cls].
         """
         recipe, k = self.recipe, self.n_members
         x, mask, targets = self.load_batch(which)  # [b, n_pos, depth, d_emb]
-        use, targets = self.task.used_by(which, k).to(x.device), targets.expand(k, *targets.shape)
+        targets = targets.expand(k, *targets.shape)  # [k, b, n_cls]
         keep = drop_inputs(mask.repeat(k, 1), x.shape[2], recipe.drop_inputs, generator)
         keep = self.own_positions(keep)  # [k b, n_pos, depth]
         if recipe.mixup:
             x = x.float().repeat(k, 1, 1, 1)  # [k b, n_pos, depth, d_emb]
-            x, keep, targets, use = mix(x, keep, targets, use, recipe.mixup, generator)
+            x, keep, targets = mix(x, keep, targets, recipe.mixup, generator)
         x, used = compact(x.flatten(1, 2), keep.flatten(1)) if self.routes else (x, keep)  # [k b, i, d_emb]
         x = drop_features(x.float(), recipe.drop_features, generator)  # [k b, i, d_emb]
         if self.routes:
             x = x.unflatten(0, (k, -1))  # [k, b, i, d_emb]
             used = None if used is None else used.unflatten(0, (k, -1))  # [k, b, i]
-        return x, used, targets, use
+        return x, used, targets
 
     def rate(self) -> float:
         """Return the learning rate of this step as a share of the greatest."""
@@ -353,7 +349,6 @@ class Trainer:
         weight = None if task.class_weight is None else task.class_weight.tolist()
         about = [asdict(self.recipe), self.epochs, self.world, str(self.head)]
         about += [task.key, task.train, task.valid, task.targets.tolist(), weight, task.multi_label]
-        about += [] if task.uses is None else [task.uses.tolist()]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
     def save(self, due: bool = False) -> None:

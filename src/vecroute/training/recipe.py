@@ -95,14 +95,6 @@ class Task(NamedTuple):
     class_weight: Tensor | None = None  # [n_cls]
     multi_label: bool = False
     key: str = ""  # changes with the hidden states
-    # [k, n] True at the samples from which each member of the head learns, None for all samples.
-    uses: Tensor | None = None
-
-    def used_by(self, which: Sequence[int], n_members: int) -> Tensor:
-        """Return 1 where a member learns from a sample, else 0, [k, b]."""
-        if self.uses is None:
-            return torch.ones(n_members, len(which))  # [k, b]
-        return self.uses[:, which].float()  # [k, b]
 
     def loss(self, scores: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
         """Return the mean loss over the samples, for scores and targets [b, n_cls]."""

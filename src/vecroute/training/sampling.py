@@ -104,21 +104,20 @@ def drop_features(hidden: Tensor, share: float, generator: torch.Generator) -> T
 
 
 def mix(
-    hidden: Tensor, keep: Tensor, targets: Tensor, use: Tensor, alpha: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, keep: Tensor, targets: Tensor, alpha: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mix each sample with another sample of the batch. An input that only one of them has is not scaled.
 
     Args:
         hidden: [m b, n_pos, depth, d_emb] for each of m members, keep: [m b, n_pos, depth].
-        targets: [m, b, n_cls], use: [m, b], 0 where a member does not learn from a sample.
+        targets: [m, b, n_cls].
         alpha: both parameters of the beta distribution from which the shares are drawn.
         generator: on the CPU.
 
     Returns:
-        The first four arguments, mixed. A member does not learn from a mixture with a sample that it must not
-        learn from.
+        The first three arguments, mixed.
     """
-    m, b = use.shape
+    m, b, _ = targets.shape
     drawn = [torch.randperm(b, generator=generator) + b * member for member in range(m)]  # [b] each
     other = torch.cat(drawn).to(hidden.device)  # [m b]
     gamma = torch._standard_gamma(torch.full((2, m * b), alpha), generator=generator)  # [2, m b]
@@ -127,6 +126,6 @@ def mix(
     second = (1 - share)[:, None, None] * keep[other]  # [m b, n_pos, depth]
     first = (first / (first + second).clamp(min=1e-12))[..., None]  # [m b, n_pos, depth, 1]
     mixed = first * hidden + (1 - first) * hidden[other]  # [m b, n_pos, depth, d_emb]
-    flat, flat_use = targets.flatten(0, 1), use.flatten()  # [m b, n_cls], [m b]
+    flat = targets.flatten(0, 1)  # [m b, n_cls]
     targets = (share[:, None] * flat + (1 - share)[:, None] * flat[other]).view(targets.shape)
-    return mixed, keep | keep[other], targets, (flat_use * flat_use[other]).view(m, b)
+    return mixed, keep | keep[other], targets
