@@ -48,7 +48,7 @@ def cache_for(classifier: "RoutingClassifier", encoder: Any) -> FeatureCache | N
 def new_head(
     classifier: "RoutingClassifier", encoder: Any, n_cls: int, most_members: int | None = None
 ) -> torch.nn.Module:
-    """Make an untrained head for the hidden states of an encoder, with at most so many members."""
+    """Make an untrained head for the hidden states of an encoder, with ``most_members`` members or fewer."""
     sizes = {"d_emb": encoder.d_emb, "depth": encoder.depth, "n_cls": n_cls}
     members = {"n_members": N_MEMBERS} if classifier.head == "routing" else {}
     options = members | as_python(classifier.head_options or {})
