@@ -332,7 +332,7 @@ class Features:
             return
         filled = self.encoder.filled
         # A text with several chunks, or with more positions than a full batch, is a batch of its own.
-        long = [len(getattr(one, "chunks", "1")) > 1 for one in tokenized]
+        long = [len(getattr(one, "keep", "1")) > 1 for one in tokenized]
         lengths = [sys.maxsize if long[k] else one.n_pos for k, one in enumerate(tokenized)]
         for which in same_shapes(lengths, filled):
             # A batch is filled with repeated texts, whose results are dropped.

@@ -57,9 +57,9 @@ def rows_of(text: Tokenized, step: int) -> Rows:
                 home[key] = (chunk, position)
     places = sorted(home, key=home.__getitem__)
     row = {key: k for k, key in enumerate(places)}
-    columns, spans = [], list(text.spans)  # reading a chunk's spans makes a new list
+    columns, spans, chunks = [], text.spans, text.chunks
     for key in places:
         chunk, position = home[key]
         span = (0, 0) if key < 0 else strip_span(text.text, *spans[chunk][position])
-        columns.append((*span, key < 0, chunk, text.chunks[chunk][position]))
+        columns.append((*span, key < 0, chunk, chunks[chunk][position]))
     return Rows([[row[key] for key in keys] for keys in numbers], *map(list, zip(*columns, strict=True)))

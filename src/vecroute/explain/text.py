@@ -42,7 +42,7 @@ def split_texts(
         chunks = [values for run in split.values for values in run.cpu()]  # [n, depth or 1, k] each
         at = 0
         for b, k in enumerate(which):
-            own = chunks[at : at + len(texts[k].chunks)]
+            own = chunks[at : at + len(texts[k].keep)]
             at += len(own)
             found[k] = TextSplit(_rows_from(own, rows[k]), base[b], scores[b], all_scores[b])
     return found

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vecroute.compose.contribution import check_complete, completeness_error
 from vecroute.compose.held import Held
 from vecroute.compose.probe import precision
-from vecroute.encoders.text import TextEncoder, Tokenized, length_batches, padded
+from vecroute.encoders.text import TextEncoder, Tokenized, length_batches
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.through import HeldEncoder, patch_filter, positions_at_once, word_table
 from vecroute.io.images import Picture
@@ -165,13 +165,13 @@ def text_readings(encoder: TextEncoder, texts: Sequence[Tokenized]) -> Iterator[
     """Yield texts in batches of similar length, long texts one by one, with the indices of the texts."""
     limit = positions_at_once(encoder.model, encoder.device)
     source = word_table(encoder.model, encoder.name)
-    short = [k for k, text in enumerate(texts) if len(text.chunks) == 1]
-    groups = length_batches([len(texts[k].chunks[0]) for k in short], limit)
+    short = [k for k, text in enumerate(texts) if len(text.keep) == 1]
+    groups = length_batches([len(texts[k].keep[0]) for k in short], limit)
     for which in [*([short[row] for row in rows] for rows in groups)]:
         yield which, _reading(encoder, [texts[k] for k in which], [list(range(len(which)))], source)
     for k, text in enumerate(texts):
-        if len(text.chunks) > 1:
-            rows = list(length_batches([len(chunk) for chunk in text.chunks], limit, in_order=True))
+        if len(text.keep) > 1:
+            rows = list(length_batches([len(row) for row in text.keep], limit, in_order=True))
             yield [k], _reading(encoder, [text], rows, source)
 
 
@@ -185,8 +185,7 @@ def _reading(encoder: TextEncoder, texts: Sequence[Tokenized], rows: Sequence[li
 
 
 def _text_run(encoder: TextEncoder, chunks: Sequence[list[int]], keep: Sequence[Sequence[bool]]) -> Run:
-    parts = padded(chunks, keep, encoder.tokenizer.pad_token_id or 0)
-    ids, attended, mask = (t.to(encoder.device) for t in parts)  # [r, n] each
+    ids, attended, mask = encoder.padded(chunks, keep)  # [r, n] each
     attended = attended.long()
 
     def call() -> list[Tensor]:
