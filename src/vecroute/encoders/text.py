@@ -224,9 +224,7 @@ class TextEncoder:
         limit = batch_positions or (65_536 if self.device.type == "cuda" else 4_096)
         short = [k for k, text in enumerate(texts) if len(text.keep) == 1]
         lengths = [len(texts[k].keep[0]) for k in short]
-        # On a GPU, launching one more pass takes longer than a few thousand positions of padding.
-        padding = limit // (16 if self.device.type == "cuda" else 64)
-        for rows in length_batches(lengths, limit, padding):
+        for rows in length_batches(lengths, limit, most_padding(limit, self.device)):
             index = [short[row] for row in rows]
             yield Batch(
                 index, *self._run([texts[k].chunks[0] for k in index], [texts[k].keep[0] for k in index])
@@ -349,6 +347,15 @@ def drop_overlaps(keep: list[list[bool]], special: Sequence[list[int]], step: in
                 best[token] = (context, chunk, position)
 
 
+def most_padding(limit: int, device: torch.device) -> int:
+    """Return how many of the positions of a batch may be padding.
+
+    On a CPU, more padding costs more than another pass. On a GPU, launching another pass takes longer than
+    some thousand positions.
+    """
+    return limit // (16 if device.type == "cuda" else 64)
+
+
 def length_batches(
     lengths: Sequence[int], limit: int, padding: int | None = None, *, in_order: bool = False
 ) -> Iterator[list[int]]:
@@ -357,8 +364,7 @@ def length_batches(
     Args:
         lengths: the length of each row.
         limit: positions per group, including padding. A longer row is a group of its own.
-        padding: greatest number of positions of padding per group, None for a 64th of the limit: on a CPU,
-            more padding costs more than another pass.
+        padding: greatest number of positions of padding per group, None for a 64th of the limit.
         in_order: keep the rows in order instead of sorting them by length.
     """
     padding = limit // 64 if padding is None else padding
