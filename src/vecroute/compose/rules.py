@@ -108,8 +108,8 @@ def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, 
         return grad - grad.mean(dims, keepdim=True)
 
     def affine(input, *_, **__):
-        x = (input - input.mean(dims, keepdim=True)) * scale
-        return (x if bias is None else x + bias).to(value.dtype)
+        x = input - input.mean(dims, keepdim=True)
+        return (x * scale if bias is None else torch.addcmul(bias, x, scale)).to(value.dtype)
 
     return linear(input, value, gradient), affine
 
