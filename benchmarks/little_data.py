@@ -188,7 +188,7 @@ class Corpus:
         seconds = fit_seconds(classifier, texts, labels)
         plain = vr.RoutingClassifier(self.encoder, **options, calibrate=False, estimate=False)
         alone = fit_seconds(plain, texts, labels) if time_alone else None
-        scores = scores_of_batches(classifier.head_, batches(self.held_out), len(self.truth))  # [n, n_cls]
+        scores = scores_of_batches(classifier.head_, batches(self.held_out))  # [n, n_cls]
         right = classifier.classes_[scores.argmax(1).numpy()] == self.truth  # [n]
         T, estimate = classifier.temperature_, classifier.estimate_
         sure, plain_sure = (probabilities(scores, t).amax(1).numpy() for t in (T, 1.0))  # [n] each

@@ -119,7 +119,7 @@ def test_batches_of_similar_length_hold_the_same_states(encoder, special_tokens,
     texts = [*TEXTS[:20], " ".join(TEXTS[:9])]  # the last one has several chunks
     features = Features(encoder, texts)
     found = dict(features._encode_by_length(encoder.tokenize(texts)))
-    expected = dict(features._encode(texts))
+    expected = dict(features._encode(encoder.tokenize(texts)))
     assert found.keys() == expected.keys() == set(range(len(texts)))
     for k, hidden in expected.items():
         assert found[k].shape == hidden.shape

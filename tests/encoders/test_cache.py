@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.tiny_models import save_tiny
 from vecroute.encoders import TextEncoder, cache
 from vecroute.encoders.cache import FeatureCache, Features
+from vecroute.encoders.entries import write_segment
 
 TEXTS = [f"{'very ' * (k % 7)}good film {chr(97 + k)}" for k in range(20)]
 
@@ -94,6 +95,22 @@ def test_numbers_too_great_for_float16_are_kept_in_bfloat16(encoder, tmp_path):
     torch.testing.assert_close(again.get("great").float(), great, rtol=1e-2, atol=0)
 
 
+def test_safetensors_reads_a_segment(tmp_path):
+    segment = {
+        "a": torch.randn(3, 1, 5).half(),
+        "é": torch.randn(1, 2, 7).bfloat16(),
+        "c": torch.ones(0, 2, 7).half(),
+    }
+    write_segment(tmp_path / "x", segment, {"encoder": "k"})
+    with safe_open(tmp_path / "x", "pt") as file:
+        assert file.metadata() == {"encoder": "k"}
+        assert set(file.keys()) == set(segment)
+        for name, hidden in segment.items():
+            found = file.get_tensor(name)
+            assert found.dtype == hidden.dtype
+            assert torch.equal(found, hidden)
+
+
 def test_another_encoder_finds_nothing(encoder, tmp_path):
     filled(encoder, tmp_path)
     assert FeatureCache(tmp_path, "0" * 64).get(TEXTS[0]) is None
@@ -153,12 +170,12 @@ def test_a_nearly_full_disk_counts_as_full(encoder, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_up_is_no_error(encoder, tmp_path, monkeypatch, caplog):
-    def no_space(tensors, path, metadata):
+    def no_space(path, segment, metadata):
         Path(path).write_bytes(b"half")
         assert not segments(tmp_path)  # half a file is not taken for a segment
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cache, "save_file", no_space)
+    monkeypatch.setattr(cache, "write_segment", no_space)
     features = filled(encoder, tmp_path)
     assert "No space left on device" in caplog.text
     assert not list(tmp_path.glob("*/*"))
@@ -307,7 +324,7 @@ def test_a_damaged_segment_in_a_folder_that_is_read_only(encoder, tmp_path, dama
 
     monkeypatch.setattr(Path, "unlink", refused)
     monkeypatch.setattr(os, "utime", refused)
-    monkeypatch.setattr(cache, "save_file", refused)
+    monkeypatch.setattr(cache, "write_segment", refused)
     features = Features(encoder, TEXTS, opened(encoder, tmp_path))
     features.prepare()
     assert_right(features)

@@ -269,3 +269,20 @@ def test_batches_have_little_padding(in_order):
     for group in groups:
         assert len(group) * max(lengths[k] for k in group) - sum(lengths[k] for k in group) <= 64
     assert len(groups) == 2
+
+
+def test_batches_have_as_much_padding_as_is_asked():
+    lengths = [5, 6, 7, 8, 8, 8]
+    assert list(length_batches(lengths, 4096, 0)) == [[0], [1], [2], [3, 4, 5]]
+    assert list(length_batches(lengths, 4096, 4)) == [[0, 1, 2], [3, 4, 5]]
+    assert list(length_batches(lengths, 4096, 6)) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_tokens_are_the_same_after_other_uses_of_the_tokenizer(bert):
+    encoder = TextEncoder(bert, max_length=16)
+    options = {"truncation": True, "max_length": 16, "return_overflowing_tokens": True}
+    expected = encoder.tokenizer([LONG], **options)["input_ids"]
+    encoder.tokenizer(["good"], padding="max_length", max_length=32, truncation="only_first", stride=3)
+    (found,) = encoder.tokenize([LONG])
+    assert found.chunks == expected
+    assert len(expected) > 3

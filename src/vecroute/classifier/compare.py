@@ -102,7 +102,7 @@ def fit_and_test(
     started = time.perf_counter()
     classifier.fit(texts, y)
     seconds = time.perf_counter() - started
-    scores = scores_of_batches(classifier.head_, batches(features), len(truth))  # [n, n_cls]
+    scores = scores_of_batches(classifier.head_, batches(features))  # [n, n_cls]
     predicted = classifier.classes_[scores.argmax(-1).numpy()]  # [n]
     parameters = sum(p.numel() for p in classifier.head_.parameters())
     return Result(predicted.astype(str) == truth, seconds, parameters)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vecroute.classifier.estimator import RoutingClassifier
 
 # Characters of text tokenized at a time, by a thread that is one window ahead. An image counts as 4,000.
-WINDOW_CHARACTERS = 250_000
+WINDOW_CHARACTERS = 500_000
 
 
 def scores_of(classifier: "RoutingClassifier", X: Any) -> Tensor:
@@ -33,9 +33,9 @@ def vectors_of(classifier: "RoutingClassifier", X: Any) -> Tensor:
     return outputs(classifier, partial(vectors, head), X)  # [n, k]
 
 
-def scores_of_batches(head: nn.Module, batches: Iterable[Batch], n: int) -> Tensor:
-    """Do the same as ``scores_of`` for n texts, from batches of their hidden states."""
-    return through(head, batches, n, device_of(head)).double()  # [n, n_cls]
+def scores_of_batches(head: nn.Module, batches: Iterable[Batch]) -> Tensor:
+    """Do the same as ``scores_of`` from batches of their hidden states."""
+    return through(head, batches, device_of(head)).double()  # [n, n_cls]
 
 
 def outputs(classifier: "RoutingClassifier", part: Callable[..., Tensor], X: Any) -> Tensor:
@@ -46,7 +46,7 @@ def outputs(classifier: "RoutingClassifier", part: Callable[..., Tensor], X: Any
         windows = windows_of(X, isinstance(encoder, VisionEncoder), WINDOW_CHARACTERS)
         for tokenized in ahead(encoder.tokenize, windows):
             batches = encoder.batches(tokenized)
-            found.append(through(part, batches, len(tokenized), device, step))  # [b, k]
+            found.append(through(part, batches, device, step))  # [b, k]
     return torch.cat(found)  # [n, k]
 
 
@@ -54,11 +54,10 @@ def outputs(classifier: "RoutingClassifier", part: Callable[..., Tensor], X: Any
 def through(
     part: Callable[..., Tensor],
     batches: Iterable[Batch],
-    n: int,
     device: torch.device,
     step: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Return the output [n, k] of a part of the head for n texts, on the CPU.
+    """Return the output [n, k] of a part of the head for n texts, in order, on the CPU.
 
     Args:
         part: hidden states [b, n_pos, depth, d_emb] and mask [b, n_pos] -> [b, k].
@@ -69,15 +68,16 @@ def through(
     Raises:
         ValueError: an output is NaN or infinite, so some weights are finite but far too large.
     """
-    rows: Any = None
+    parts: list[Tensor] = []
+    order: list[int] = []
     for batch in batches:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             found = part(batch.hidden.to(device, torch.float32), batch.mask.to(device)).float()  # [b, k]
-        rows = found.new_empty(n, found.shape[1]) if rows is None else rows  # [n, k]
-        rows[batch.which] = found
+        parts.append(found)
+        order += batch.which
         if step:
             step(len(batch.which))
-    rows = rows.cpu()
+    rows = torch.cat(parts).cpu()[torch.tensor(order).argsort()]  # [n, k], the only wait for the device
     if not rows.isfinite().all():
         raise ValueError("scores are NaN or infinite: the weights of the head or of the encoder are damaged")
     return rows

@@ -10,8 +10,9 @@ the name of the operation that made it. This is allowed if the tensor ends in a 
 attention.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,9 @@ from vecroute.compose.rules import NoScore, NotAffine
 AFFINE = "affine"
 GATE = "gate"  # affine, and the result of an activation: in a product it is the gate
 HELD = "held"
+
+SEVERAL = (tuple, list)  # every operation runs the checks below, so they must be fast
+RETURNED = (Tensor, *SEVERAL)  # other results are sizes, dtypes, ...
 
 
 class Step(NamedTuple):
@@ -74,7 +78,7 @@ class Gates(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.source is not None and any(arg is self.source for arg in args[1:2]):
+        if self.source is not None and len(args) > 1 and args[1] is self.source:
             return self._from_source(func, args, kwargs)
         marks = _marks(args, kwargs)
         if not marks:
@@ -99,7 +103,7 @@ class Gates(TorchFunctionMode):
 
     def _first(self, func, name, args, kwargs, marks):
         """Call an operation, store its affine map for later runs, and mark its result."""
-        plain = plain_name(name)
+        plain, writes = plain_name(name), in_place(name, kwargs)
         affine: Callable[..., Any] | None = None
         mark = mark_of(plain, args, kwargs, marks)
         if mark == HELD and plain not in rules.RANDOM and plain not in rules.CONSTANT:
@@ -109,7 +113,7 @@ class Gates(TorchFunctionMode):
                 out = func(*args, **kwargs)
             affine = rules.constantly(out)
         elif mark in (AFFINE, GATE, HELD) and plain in rules.RULES:
-            copied = (args[0].clone(), *args[1:]) if in_place(name, kwargs) else args
+            copied = (args[0].clone(), *args[1:]) if writes else args
             out, affine = rules.RULES[plain](func, *copied, **kwargs)
         elif mark in (AFFINE, GATE):
             hold = held_factor(plain, args)
@@ -125,9 +129,9 @@ class Gates(TorchFunctionMode):
             affine, mark = rules.constantly(out), HELD
         if name == "__setitem__":
             out = args[0]
-        elif not isinstance(out, Tensor | tuple | list):
-            return out  # a size, a dtype, ...
-        elif affine is not None and in_place(name, kwargs):
+        elif not isinstance(out, RETURNED):
+            return out
+        elif affine is not None and writes:
             out, affine = args[0].copy_(out), rules.copied(affine)
         self.steps.append(Step(name, affine, mark))
         if mark == HELD:
@@ -141,14 +145,14 @@ class Gates(TorchFunctionMode):
         assert self.calls is not None
         if self.calls == len(self.steps) or self.steps[self.calls].name != name:
             out = func(*args, **kwargs)
-            if not isinstance(out, Tensor | tuple | list) and name != "__setitem__":
+            if not isinstance(out, RETURNED) and name != "__setitem__":
                 return out
             raise NotAffine("its code, which took another path through its operations,")
         step = self.steps[self.calls]
         out = func(*args, **kwargs) if step.affine is None else step.affine(*args, **kwargs)
         if name == "__setitem__":
             out = args[0]
-        elif not isinstance(out, Tensor | tuple | list):
+        elif not isinstance(out, RETURNED):
             return out
         self.calls += 1
         return _mark(out, step.mark)
@@ -234,22 +238,29 @@ def name_of(func: Any) -> str:
     return func.__self__.__name__ if name == "__get__" else name
 
 
+@cache
 def plain_name(name: str) -> str:
     """Return the name of the operation without the underscore of its in-place form."""
     name = rules.OTHER_NAMES.get(name, name)
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return name[:-1] if ends_in_place(name) else name
+
+
+@cache
+def ends_in_place(name: str) -> bool:
+    """Return whether a name ends in the underscore of operations that change their first argument."""
+    return name.endswith("_") and not name.endswith("__")
 
 
 def in_place(name: str, kwargs: dict) -> bool:
     """Return whether a call changes its first argument."""
-    return bool(kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
+    return bool(kwargs and kwargs.get("inplace")) or ends_in_place(name)
 
 
 def _without_gradients(args: Any) -> Any:
     """Detach weights and indices, which are not part of the graph of x."""
     if isinstance(args, tuple):
-        return tuple(map(_without_gradients, args))
-    if not isinstance(args, Tensor) or _marks((args,), {}):
+        return tuple([_without_gradients(arg) if isinstance(arg, (Tensor, tuple)) else arg for arg in args])
+    if not isinstance(args, Tensor) or hasattr(args, "depends_on_x"):
         return args
     if args.is_inference():
         return args.clone()
@@ -283,14 +294,13 @@ def _gate_of(args: tuple) -> str | None:
     return None
 
 
-def _marks(args: tuple, kwargs: dict) -> list[str]:
+def _marks(args: Sequence, kwargs: dict) -> list[str]:
     """Return the marks of all arguments that depend on x, including those in tuples and lists."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            mark = getattr(value, "depends_on_x", None)
-            if mark is not None:
-                found.append(mark)
-        elif isinstance(value, tuple | list):
-            found += _marks(tuple(value), {})
+        mark = getattr(value, "depends_on_x", None)
+        if mark is not None:
+            found.append(mark)
+        elif isinstance(value, SEVERAL):
+            found += _marks(value, {})
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FULL = (torch.float32, torch.float64)  # dtypes in which native_layer_norm returns a scale of full precision
+FULL = (torch.float32, torch.float64)
 Rule = Callable[..., tuple[Any, Callable[..., Any]]]
 
 
@@ -94,7 +94,9 @@ def dropout(func, input, p=0.5, training=True, inplace=False):
 def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, *__):
     dims = tuple(range(-len(normalized_shape), 0))
     with torch.no_grad():
-        if input.dtype in FULL and (weight is None or weight.dtype == input.dtype):
+        # On a GPU, native_layer_norm returns a scale of full precision for half precision too.
+        full = input.dtype in FULL or (input.is_cuda and not torch.is_autocast_enabled("cuda"))
+        if full and (weight is None or weight.dtype == input.dtype):
             value, _, scale = torch.native_layer_norm(input, normalized_shape, weight, bias, eps)
         else:
             value = func(input, normalized_shape, weight, bias, eps)
@@ -106,8 +108,8 @@ def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, 
         return grad - grad.mean(dims, keepdim=True)
 
     def affine(input, *_, **__):
-        x = (input - input.mean(dims, keepdim=True)) * scale
-        return (x if bias is None else x + bias).to(value.dtype)
+        x = input - input.mean(dims, keepdim=True)
+        return (x * scale if bias is None else torch.addcmul(bias, x, scale)).to(value.dtype)
 
     return linear(input, value, gradient), affine
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vecroute.encoders.entries import Entry, halved, header, read_entries, text_key
+from vecroute.encoders.ahead import ahead
+from vecroute.encoders.entries import Entry, halved, header, read_entries, text_key, write_segment
 from vecroute.encoders.text import TextEncoder
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ GPU_WINDOW_BYTES = 1024**3  # on a GPU, more texts at a time mean larger batches
 GPU_BATCH_BYTES = (
     128 * 1024**2
 )  # hidden states of a batch on a GPU; the next batch runs while these are copied
-WRITERS = 4  # threads that write segments, while more hidden states are computed
+WRITERS = 8  # threads that write segments, while more hidden states are computed
 KEEP_FREE = GIB  # free space to leave on the disk
 ABANDONED_AFTER = 3600  # seconds after which a temporary file must belong to a dead process
 OWN = re.compile("[0-9a-f]{32}")  # name of a subfolder of a cache
@@ -98,9 +98,12 @@ class FeatureCache:
             except (OSError, SafetensorError, ValueError) as error:
                 self._drop(path, error)
                 continue
-            self._files[path] = file
-            self._where.update(dict.fromkeys(entries, path))
-            self._entries |= entries
+            self._add(path, file, entries)
+
+    def _add(self, path: Path, file: Any, entries: dict[str, Entry]) -> None:
+        self._files[path] = file
+        self._where.update(dict.fromkeys(entries, path))
+        self._entries |= entries
 
     def n_pos(self, text: str) -> int | None:
         """Return the number of positions of a text, None if it is not in the cache."""
@@ -127,10 +130,10 @@ class FeatureCache:
         return hidden
 
     def put(self, text: str, hidden: Tensor) -> None:
-        """Add the hidden states [n_pos, depth, d_emb] of a text. ``flush`` writes them to the disk."""
+        """Add the hidden states [n_pos, depth, d_emb] of a text, on the CPU. ``flush`` writes them."""
         if self._full:
             return
-        stored = halved(hidden).cpu().contiguous()  # [n_pos, depth, d_emb]
+        stored = halved(hidden).contiguous()  # [n_pos, depth, d_emb]
         self._waiting[text_key(text)] = stored
         self._waiting_bytes += stored.nbytes
         if self._waiting_bytes >= SEGMENT_BYTES:
@@ -160,20 +163,24 @@ class FeatureCache:
     def _end_writing(self) -> None:
         """Wait until the oldest segment is written."""
         try:
-            self._writing[0][1].result()
+            written = self._writing[0][1].result()
         finally:
             self._writing.pop(0)
-        self.refresh()
+        if written is not None:
+            with suppress(OSError, SafetensorError):  # another process has just deleted it to make room
+                self._add(written[0], safe_open(written[0], "pt"), written[1])
 
-    def _write(self, segment: dict[str, Tensor]) -> None:
+    def _write(self, segment: dict[str, Tensor]) -> tuple[Path, dict[str, Entry]] | None:
+        """Write a segment. Return its path and entries, None if that is not possible."""
         path = self.own / f"{uuid.uuid4().hex}.safetensors"
         temporary = path.with_suffix(".tmp")
         try:
             entries = {key: Entry.of(hidden) for key, hidden in segment.items()}
             # No fsync, which would take longer than all else: a checksum finds what a power failure destroys.
-            save_file(segment, temporary, header(self.key, entries))
+            write_segment(temporary, segment, header(self.key, entries))
             temporary.replace(path)
-        except (OSError, SafetensorError) as error:
+            return path, entries
+        except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             if not self._full:
@@ -181,6 +188,7 @@ class FeatureCache:
                     "hidden states cannot be written to %s (%s): continuing without", self.own, error
                 )
             self._full = True
+            return None
 
     def make_room(self, needed: int, using: Sequence[str]) -> int:
         """Delete the least recently used segments until the needed bytes fit, if possible.
@@ -294,9 +302,12 @@ class Features:
             )
         own, there = missing[share[0] : fitting : share[1]], len(lengths) - len(missing)
         window = WINDOW_BYTES if self.encoder.device.type == "cpu" else GPU_WINDOW_BYTES
-        for group in windows([lengths[text] * size for text in own], window):
-            for k, hidden in self._encode([own[k] for k in group]):
-                self.cache.put(own[group[k]], hidden)
+        groups = [
+            [own[k] for k in group] for group in windows([lengths[text] * size for text in own], window)
+        ]
+        for group, tokenized in zip(groups, ahead(self.encoder.tokenize, groups), strict=True):
+            for k, hidden in self._encode(tokenized):
+                self.cache.put(group[k], hidden)
             there += len(group) * share[1]  # assume that the other processes are as fast
             if step:
                 step(min(there, len(lengths)))
@@ -312,7 +323,7 @@ class Features:
             if hidden is not None and hidden.shape == self._shape(k):
                 found[k] = hidden  # [n_pos, depth, d_emb]
         missing = [k for k in dict.fromkeys(which) if k not in found]
-        for k, hidden in self._encode([self.texts[k] for k in missing]):
+        for k, hidden in self._encode(self.encoder.tokenize([self.texts[k] for k in missing])):
             found[missing[k]] = hidden  # [n_pos, depth, d_emb]
         # Copy hidden states as stored. Half precision is half of the work, and training may drop many.
         dtype = functools.reduce(torch.promote_types, {hidden.dtype for hidden in found.values()})
@@ -324,15 +335,14 @@ class Features:
     def _shape(self, k: int) -> tuple[int, int, int]:
         return self.lengths[k], self.encoder.depth, self.encoder.d_emb
 
-    def _encode(self, texts: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
+    def _encode(self, tokenized: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
         """Yield the hidden states [n_pos, depth, d_emb] of each text, rounded as stored, in any order."""
-        tokenized = self.encoder.tokenize(texts)
         if self.encoder.device.type != "cpu":
             yield from self._encode_by_length(tokenized)
             return
         filled = self.encoder.filled
         # A text with several chunks, or with more positions than a full batch, is a batch of its own.
-        long = [len(getattr(one, "chunks", "1")) > 1 for one in tokenized]
+        long = [len(getattr(one, "keep", "1")) > 1 for one in tokenized]
         lengths = [sys.maxsize if long[k] else one.n_pos for k, one in enumerate(tokenized)]
         for which in same_shapes(lengths, filled):
             # A batch is filled with repeated texts, whose results are dropped.

@@ -1,12 +1,15 @@
-"""The description in a file of hidden states: their encoder, and the expected content for each text."""
+"""A file of hidden states: it names their encoder, and the expected content for each text."""
 
 import hashlib
 import json
 import zlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+STORED = {torch.float16: "F16", torch.bfloat16: "BF16"}  # dtypes, and their names in safetensors files
 
 
 def text_key(text: Any) -> str:
@@ -25,8 +28,34 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Tensor) -> "Entry":
-        data = hidden.reshape(-1).view(torch.uint8).numpy().data
-        return cls(str(hidden.dtype), tuple(hidden.shape), zlib.crc32(data))
+        return cls(str(hidden.dtype), tuple(hidden.shape), zlib.crc32(data_of(hidden)))
+
+
+def data_of(hidden: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
+    return hidden.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_segment(path: Path, segment: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file of tensors of two bytes per number.
+
+    ``save_file`` of safetensors writes the same. But it examines every tensor in Python code, so that threads
+    which write files would keep the thread that computes hidden states waiting.
+    """
+    described: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for key, hidden in segment.items():
+        start, end = end, end + hidden.nbytes
+        described[key] = {
+            "dtype": STORED[hidden.dtype],
+            "shape": list(hidden.shape),
+            "data_offsets": [start, end],
+        }
+    listed = json.dumps(described).encode()
+    listed += b" " * (-len(listed) % 8)  # the data starts at a multiple of 8 bytes
+    with open(path, "wb") as file:
+        file.write(len(listed).to_bytes(8, "little") + listed)
+        file.writelines(map(data_of, segment.values()))
 
 
 def header(key: str, entries: dict[str, Entry]) -> dict[str, str]:

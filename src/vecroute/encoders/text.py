@@ -1,10 +1,11 @@
 """Frozen text Transformers: they map texts to the hidden states of every token at every depth."""
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,38 +26,45 @@ class Tokens(NamedTuple):
     ids: list[int]  # ids in the vocabulary
 
 
-class Columns(Sequence):
-    """One value for every position of every chunk, read from the tokenizer when it is asked for.
+class Chunk(NamedTuple):
+    """A chunk of a text, with the names that a tokenizer gives to its values for every position."""
 
-    Predictions need token ids only, and reading all values takes longer than tokenizing.
-    """
-
-    __slots__ = ("encodings", "name")
-
-    def __init__(self, encodings: Sequence[Any], name: str):
-        self.encodings, self.name = encodings, name
-
-    def __len__(self) -> int:
-        return len(self.encodings)
-
-    def __getitem__(self, chunk: Any) -> Any:
-        return getattr(self.encodings[chunk], self.name)
+    ids: list[int]  # token ids
+    special_tokens_mask: list[int]  # 1 at special tokens
+    offsets: list[tuple[int, int]]  # first character in the text and one past the last
 
 
-@cache
-def every(n: int) -> tuple[bool, ...]:
-    """Return n times True. Texts share these tuples, since the garbage collector counts each new one."""
-    return (True,) * n
+@lru_cache(4096)
+def every(*lengths: int) -> tuple[tuple[bool, ...], ...]:
+    """Return True for every position of chunks of these lengths. Texts share these tuples."""
+    return tuple((True,) * n for n in lengths)
 
 
 class Tokenized(NamedTuple):
-    """A text ready for the encoder: values for every position of every chunk, including special tokens."""
+    """A text ready for the encoder.
+
+    Values for every position are read from the tokenizer when they are asked for: predictions need token ids
+    only, and many objects keep the garbage collector busy.
+    """
 
     text: str
-    chunks: list[list[int]]  # token ids
-    keep: Sequence[Sequence[bool]]  # True where a position is routed
-    special: Sequence[list[int]]  # 1 at special tokens
-    spans: Sequence[list[tuple[int, int]]]  # first character and one past the last
+    encodings: Sequence[Any]  # the tokenizer's encoding of each chunk, or a ``Chunk``
+    keep: Sequence[Sequence[bool]]  # True at the positions of each chunk that are routed
+
+    @property
+    def chunks(self) -> list[list[int]]:
+        """The token ids of each chunk, including special tokens."""
+        return [encoding.ids for encoding in self.encodings]
+
+    @property
+    def special(self) -> list[list[int]]:
+        """For each chunk, 1 at special tokens."""
+        return [encoding.special_tokens_mask for encoding in self.encodings]
+
+    @property
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """For each chunk, the first character of each token in the text and one past the last."""
+        return [encoding.offsets for encoding in self.encodings]
 
     @property
     def n_pos(self) -> int:
@@ -187,35 +195,24 @@ class TextEncoder:
         """Split every text into chunks of token ids, with the origin of each routed position."""
         if not texts:
             return []
-        encoded = self.tokenizer(
-            list(texts),
-            padding=False,
-            truncation=True,
-            max_length=self.max_length,
-            stride=self.stride,
-            return_overflowing_tokens=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
+        # Only the backend: what transformers adds to it takes longer, and the other threads wait meanwhile.
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.enable_truncation(
+            self.max_length, stride=self.stride, direction=self.tokenizer.truncation_side
         )
-        of_text, ids = encoded["overflow_to_sample_mapping"], encoded["input_ids"]
-        starts = [row for row, k in enumerate(of_text) if row == 0 or k != of_text[row - 1]] + [len(of_text)]
-        encodings = encoded.encodings
-        return [
-            self._tokenized(text, ids[start:end], encodings[start:end])
-            for text, start, end in zip(texts, starts, starts[1:], strict=False)
-        ]
+        encoded = backend.encode_batch(list(texts))
+        pairs = zip(texts, encoded, strict=True)
+        return [self._tokenized(text, (one, *one.overflowing)) for text, one in pairs]
 
-    def _tokenized(self, text: str, chunks: list[list[int]], encodings: Sequence[Any]) -> Tokenized:
-        special, spans = Columns(encodings, "special_tokens_mask"), Columns(encodings, "offsets")
-        keep: Sequence[Sequence[bool]] = [every(len(chunk)) for chunk in chunks]
-        if not self.special_tokens:
-            keep = [[not s for s in row] for row in special]
-        if self.stride and len(chunks) > 1:
-            chosen = [list(row) for row in keep]
-            drop_overlaps(chosen, special, self._content - self.stride)
-            return Tokenized(text, chunks, chosen, special, spans)
-        return Tokenized(text, chunks, keep, special, spans)
+    def _tokenized(self, text: str, encodings: Sequence[Any]) -> Tokenized:
+        if self.special_tokens and not (self.stride and len(encodings) > 1):
+            return Tokenized(text, encodings, every(*map(len, encodings)))
+        special = [encoding.special_tokens_mask for encoding in encodings]
+        keep = [[self.special_tokens or not s for s in row] for row in special]
+        if self.stride and len(encodings) > 1:
+            drop_overlaps(keep, special, self._content - self.stride)
+        return Tokenized(text, encodings, keep)
 
     def batches(self, texts: Sequence[Tokenized], batch_positions: int | None = None) -> Iterator[Batch]:
         """Encode texts in batches of similar length, long texts one by one. Every text comes exactly once.
@@ -225,15 +222,15 @@ class TextEncoder:
             batch_positions: greatest number of positions per batch, including padding.
         """
         limit = batch_positions or (65_536 if self.device.type == "cuda" else 4_096)
-        short = [k for k, text in enumerate(texts) if len(text.chunks) == 1]
-        lengths = [len(texts[k].chunks[0]) for k in short]
-        for rows in length_batches(lengths, limit):
+        short = [k for k, text in enumerate(texts) if len(text.keep) == 1]
+        lengths = [len(texts[k].keep[0]) for k in short]
+        for rows in length_batches(lengths, limit, most_padding(limit, self.device)):
             index = [short[row] for row in rows]
             yield Batch(
                 index, *self._run([texts[k].chunks[0] for k in index], [texts[k].keep[0] for k in index])
             )
         for k, text in enumerate(texts):
-            if len(text.chunks) > 1:
+            if len(text.keep) > 1:
                 hidden = self._join(text, limit)[None]  # [1, n_pos, depth, d_emb]
                 yield Batch([k], hidden, torch.ones(hidden.shape[:2], dtype=torch.bool, device=self.device))
 
@@ -248,10 +245,11 @@ class TextEncoder:
 
     def _join(self, text: Tokenized, limit: int) -> Tensor:
         """Return the hidden states of all chunks of a long text, concatenated, [n_pos, depth, d_emb]."""
+        chunks = text.chunks
         joined = torch.empty(text.n_pos, self.depth, self.d_emb, dtype=self.dtype, device=self.device)
         filled = 0
-        for rows in length_batches([len(chunk) for chunk in text.chunks], limit, in_order=True):
-            hidden, mask = self._run([text.chunks[r] for r in rows], [text.keep[r] for r in rows])
+        for rows in length_batches([len(chunk) for chunk in chunks], limit, in_order=True):
+            hidden, mask = self._run([chunks[r] for r in rows], [text.keep[r] for r in rows])
             kept = hidden[mask]  # [n, depth, d_emb]
             joined[filled : filled + len(kept)] = kept
             filled += len(kept)
@@ -259,9 +257,16 @@ class TextEncoder:
 
     def _run(self, chunks: list[list[int]], keep: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
         """Encode some chunks. Return hidden states [b, n, depth, d_emb] and the mask to route [b, n]."""
-        ids, attended, mask = padded(chunks, keep, self.tokenizer.pad_token_id or 0)  # [b, n] each
+        ids, attended, mask = self.padded(chunks, keep)  # [b, n] each
         states = self._states(ids, attended)
-        return torch.stack([states[depth] for depth in self.depths], dim=2), mask.to(self.device)
+        return torch.stack([states[depth] for depth in self.depths], dim=2), mask
+
+    def padded(
+        self, chunks: Sequence[Sequence[int]], keep: Sequence[Sequence[bool]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return token ids, which are no padding, and which positions are routed: [b, n], on the device."""
+        ids, attended, mask = padded(chunks, keep, self.tokenizer.pad_token_id or 0)  # [b, n] each
+        return to_device(ids, self.device), to_device(attended, self.device), to_device(mask, self.device)
 
     @torch.inference_mode()
     def _states(self, ids: Tensor, attended: Tensor | None = None) -> Sequence[Tensor]:
@@ -271,16 +276,21 @@ class TextEncoder:
         return self.model(input_ids=ids, attention_mask=attended, output_hidden_states=True).hidden_states
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the CPU to a device, through pinned memory, so that nothing waits for a GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def padded(
     chunks: Sequence[Sequence[int]], keep: Sequence[Sequence[bool]], pad: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return token ids, which of them are no padding, and which positions are routed, [b, n] each."""
-    lengths = torch.tensor([len(chunk) for chunk in chunks])[:, None]  # [b, 1]
-    attended = torch.arange(int(lengths.max())) < lengths  # [b, n]
-    ids, mask = torch.full(attended.shape, pad), torch.zeros_like(attended)  # [b, n] each
-    ids[attended] = torch.tensor(list(chain.from_iterable(chunks)))  # one flat list is read fast
-    mask[attended] = torch.tensor(list(chain.from_iterable(keep)))
-    return ids, attended, mask
+    lengths = np.array([len(chunk) for chunk in chunks])  # [b]
+    attended = np.arange(lengths.max()) < lengths[:, None]  # [b, n]
+    ids, mask = np.full(attended.shape, pad, np.int64), np.zeros_like(attended)  # [b, n] each
+    ids[attended] = np.fromiter(chain.from_iterable(chunks), np.int64)  # reads numbers faster than torch
+    mask[attended] = np.fromiter(chain.from_iterable(keep), np.bool_)
+    return torch.from_numpy(ids), torch.from_numpy(attended), torch.from_numpy(mask)
 
 
 def position_limit(model: nn.Module, tokenizer: Any) -> int:
@@ -337,21 +347,33 @@ def drop_overlaps(keep: list[list[bool]], special: Sequence[list[int]], step: in
                 best[token] = (context, chunk, position)
 
 
-def length_batches(lengths: Sequence[int], limit: int, *, in_order: bool = False) -> Iterator[list[int]]:
+def most_padding(limit: int, device: torch.device) -> int:
+    """Return how many of the positions of a batch may be padding.
+
+    On a CPU, more padding costs more than another pass. On a GPU, launching another pass takes longer than
+    some thousand positions.
+    """
+    return limit // (16 if device.type == "cuda" else 64)
+
+
+def length_batches(
+    lengths: Sequence[int], limit: int, padding: int | None = None, *, in_order: bool = False
+) -> Iterator[list[int]]:
     """Group rows so that the padded size of each group stays within the limit, with little padding.
 
     Args:
         lengths: the length of each row.
-        limit: positions per group, including padding. A longer row is a group of its own. At most a 64th of
-            the positions may be padding, because more padding costs more than another pass.
+        limit: positions per group, including padding. A longer row is a group of its own.
+        padding: greatest number of positions of padding per group, None for a 64th of the limit.
         in_order: keep the rows in order instead of sorting them by length.
     """
+    padding = limit // 64 if padding is None else padding
     order = range(len(lengths)) if in_order else sorted(range(len(lengths)), key=lengths.__getitem__)
     group: list[int] = []
     longest, total = 0, 0
     for row in order:
         size = (len(group) + 1) * max(longest, lengths[row])
-        if group and (size > limit or size - total - lengths[row] > limit // 64):
+        if group and (size > limit or size - total - lengths[row] > padding):
             yield group
             group, longest, total = [], 0, 0
         group.append(row)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.compose.contribution import check_complete, completeness_error
-from vecroute.encoders.text import Tokenized, length_batches, position_limit
+from vecroute.encoders.text import Chunk, Tokenized, every, length_batches, most_padding, position_limit
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.classes import class_numbers
 from vecroute.explain.explanation import Explanation, where_from
@@ -112,7 +112,7 @@ def tokenize(model: Any, tokenizer: Any, inputs: Any) -> list[Tokenized]:
         if len(ids) > limit:
             raise ValueError(f"inputs must be at most {limit} tokens long, input {k} has {len(ids)}")
         special, spans = encoded["special_tokens_mask"][k], encoded["offset_mapping"][k]
-        found.append(Tokenized(text, [ids], [[True] * len(ids)], [special], [spans]))
+        found.append(Tokenized(text, [Chunk(ids, special, spans)], every(len(ids))))
     return found
 
 
@@ -143,7 +143,8 @@ def _split_logits(
     """Split the scores of texts that fit one chunk, in batches of similar length; see ``Splitter``."""
     device, name = model.device, type(model).__name__
     source, found = word_table(model, name), [None] * len(texts)
-    for which in length_batches([len(t.chunks[0]) for t in texts], positions_at_once(model, device)):
+    limit = positions_at_once(model, device)
+    for which in length_batches([len(t.keep[0]) for t in texts], limit, most_padding(limit, device)):
         chunks = [texts[k].chunks[0] for k in which]
         longest, pad = max(map(len, chunks)), tokenizer.pad_token_id or 0
         ids = torch.tensor([chunk + [pad] * (longest - len(chunk)) for chunk in chunks], device=device)

@@ -44,6 +44,8 @@ def rows_of(text: Tokenized, step: int) -> Rows:
         text: the text.
         step: see ``chunk_step``.
     """
+    if len(text.encodings) == 1:  # each position is a row
+        return _rows_of_chunk(text)
     numbers: list[list[int]] = []  # token of the text at each position; negative for special tokens
     home: dict[int, tuple[int, int]] = {}  # token -> the chunk and position whose state the head reads
     for chunk, special in enumerate(text.special):
@@ -57,9 +59,19 @@ def rows_of(text: Tokenized, step: int) -> Rows:
                 home[key] = (chunk, position)
     places = sorted(home, key=home.__getitem__)
     row = {key: k for k, key in enumerate(places)}
-    columns, spans = [], list(text.spans)  # reading a chunk's spans makes a new list
+    columns, spans, chunks = [], text.spans, text.chunks
     for key in places:
         chunk, position = home[key]
         span = (0, 0) if key < 0 else strip_span(text.text, *spans[chunk][position])
-        columns.append((*span, key < 0, chunk, text.chunks[chunk][position]))
+        columns.append((*span, key < 0, chunk, chunks[chunk][position]))
     return Rows([[row[key] for key in keys] for keys in numbers], *map(list, zip(*columns, strict=True)))
+
+
+def _rows_of_chunk(text: Tokenized) -> Rows:
+    (ids,), (mask,), (spans,) = text.chunks, text.special, text.spans
+    special = list(map(bool, mask))
+    shown = [
+        (0, 0) if added else strip_span(text.text, *span) for added, span in zip(special, spans, strict=True)
+    ]
+    n = len(ids)
+    return Rows([list(range(n))], [a for a, _ in shown], [b for _, b in shown], special, [0] * n, ids)

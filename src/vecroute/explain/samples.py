@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecroute.encoders.text import Tokenized
+from vecroute.encoders.text import Chunk, Tokenized
 from vecroute.explain.rows import Rows, Splitter, TextSplit
 from vecroute.explain.segment import locate, words
 
@@ -94,12 +94,11 @@ def sub_texts(group: Sequence[int], samples: int, seed: int) -> list[list[bool]]
 
 def part_of(whole: Tokenized, rows: Rows, keep: Sequence[bool]) -> tuple[Tokenized, Rows]:
     """Return a text that has only the rows to keep, in the same chunks, and the rows of its positions."""
-    names = ("chunks", "keep", "special", "spans")
-    columns: dict[str, list[Any]] = {name: [] for name in (*names, "of")}
-    for chunk, index in enumerate(rows.of):
-        stays = [k for k, row in enumerate(index) if keep[row]]
-        for name in names:
-            columns[name].append([getattr(whole, name)[chunk][k] for k in stays])
-        columns["of"].append([index[k] for k in stays])
-    of = columns.pop("of")
-    return Tokenized(whole.text, **columns), rows._replace(of=of)
+    stays = [[k for k, row in enumerate(index) if keep[row]] for index in rows.of]
+
+    def part(values: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        return [[row[k] for k in places] for row, places in zip(values, stays, strict=True)]
+
+    columns = zip(part(whole.chunks), part(whole.special), part(whole.spans), strict=True)
+    chunks = [Chunk(*values) for values in columns]
+    return Tokenized(whole.text, chunks, part(whole.keep)), rows._replace(of=part(rows.of))

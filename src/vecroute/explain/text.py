@@ -42,7 +42,7 @@ def split_texts(
         chunks = [values for run in split.values for values in run.cpu()]  # [n, depth or 1, k] each
         at = 0
         for b, k in enumerate(which):
-            own = chunks[at : at + len(texts[k].chunks)]
+            own = chunks[at : at + len(texts[k].keep)]
             at += len(own)
             found[k] = TextSplit(_rows_from(own, rows[k]), base[b], scores[b], all_scores[b])
     return found
@@ -123,9 +123,8 @@ def explain_states(
 def _tokens(tokenizer: Any, text: str, rows: Any) -> dict[str, Any]:
     """Return the fields of an explanation that describe its rows."""
     spans = list(zip(rows.start, rows.end, strict=True))
-    names = tokenizer.convert_ids_to_tokens(rows.ids)
     pieces = [
-        name if special else text[start:end]
-        for name, special, (start, end) in zip(names, rows.special, spans, strict=True)
+        tokenizer.convert_ids_to_tokens(token) if special else text[start:end]
+        for token, special, (start, end) in zip(rows.ids, rows.special, spans, strict=True)
     ]
     return {"text": text, "offsets": spans, "pieces": pieces, "special": rows.special, "chunk": rows.chunk}

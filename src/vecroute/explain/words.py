@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vecroute.compose.contribution import check_complete, completeness_error
 from vecroute.compose.held import Held
 from vecroute.compose.probe import precision
-from vecroute.encoders.text import TextEncoder, Tokenized, length_batches, padded
+from vecroute.encoders.text import TextEncoder, Tokenized, length_batches, most_padding
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.explain.through import HeldEncoder, patch_filter, positions_at_once, word_table
 from vecroute.io.images import Picture
@@ -25,7 +25,11 @@ class Run(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A batch of samples to explain. The kept positions of its runs are the samples' positions, in order."""
+    """A batch of samples to explain. The kept positions of its runs are the samples' positions, in order.
+
+    Often there is one run, whose rows are the samples. Its ``keep`` is then the ``mask`` itself, which saves
+    selecting and padding.
+    """
 
     runs: list[Run]
     source: Tensor  # the weight that produces the embeddings
@@ -103,23 +107,25 @@ def split_words(
         outputs, margin: see ``HeldHead``.
         by_depth: True to split values by the depth of the hidden states, with a backward pass for each depth.
     """
-    runs, alone = reading.runs, len(reading.runs) == 1
+    runs, mask, alone = reading.runs, reading.mask, len(reading.runs) == 1
     helds = [_hold(reading, run) for run in runs] if alone else []
     kept = []
     for k, run in enumerate(runs):
         with torch.no_grad():
-            kept.append(_kept(helds[k].states if alone else run.call(), run.keep))  # [m, depth, d]
-    hidden = _padded(kept, reading.mask)  # [b, n_pos, depth, d]
-    held_head = HeldHead(head, hidden, reading.mask, outputs, margin)
-    gradients = [g[reading.mask.to(g.device)] for g in held_head.gradients]  # k tensors [all m, depth, d]
+            kept.append(_kept(helds[k].states if alone else run.call(), run.keep, mask))  # [m, depth, d]
+    hidden = _padded(kept, mask)  # [b, n_pos, depth, d]
+    held_head = HeldHead(head, hidden, mask, outputs, margin)
+    gradients = held_head.gradients  # k tensors [b, n_pos, depth, d]
+    if runs[0].keep is not mask:
+        gradients = [g[mask.to(g.device)] for g in gradients]  # k tensors [all m, depth, d]
     at, values, zeros = 0, [], []
     for k, run in enumerate(runs):
         held = helds[k] if alone else _hold(reading, run)
         own = slice(at, at + len(kept[k]))
         at = own.stop
         values.append(_pulled(held, run.keep, [g[own] for g in gradients], by_depth))  # [r, n, depth, k]
-        zeros.append(_kept(held.at_zero(), run.keep))  # [m, depth, d]
-    base = held_head.base(_padded(zeros, reading.mask))  # [b, k]
+        zeros.append(_kept(held.at_zero(), run.keep, mask))  # [m, depth, d]
+    base = held_head.base(_padded(zeros, mask))  # [b, k]
     many = len(base) > 1  # several samples: there is one run, and each of its rows is a sample
     rows = values[0].flatten(1, 2) if many else torch.cat([v.flatten(0, 2) for v in values])[None]
     error = completeness_error(rows.mT.to(base), base, held_head.scores)  # [b, k]
@@ -131,13 +137,19 @@ def _hold(reading: Reading, run: Run) -> HeldEncoder:
     return HeldEncoder(run.call, reading.source, reading.name)
 
 
-def _kept(states: Sequence[Tensor], keep: Tensor) -> Tensor:
-    """Return the hidden states [m, depth, d] of the positions that go to the head."""
-    return torch.stack(list(states), 2)[keep]
+def _kept(states: Sequence[Tensor], keep: Tensor, mask: Tensor) -> Tensor:
+    """Return the hidden states [m, depth, d] of the positions that go to the head.
+
+    If the rows are the samples, return all hidden states [b, n_pos, depth, d].
+    """
+    stacked = torch.stack(list(states), 2)  # [r, n, depth, d]
+    return stacked if keep is mask else stacked[keep]
 
 
 def _padded(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Pad the hidden states [m, depth, d] of consecutive samples to [b, n_pos, depth, d]."""
+    """Pad the hidden states [m, depth, d] of consecutive samples to [b, n_pos, depth, d], if need be."""
+    if parts[0].dim() == 4:
+        return parts[0]
     flat = torch.cat(list(parts))  # [all m, depth, d]
     hidden = flat.new_zeros(*mask.shape, *flat.shape[1:])  # [b, n_pos, depth, d]
     hidden[mask] = flat
@@ -145,13 +157,20 @@ def _padded(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
 
 
 def _pulled(held: HeldEncoder, keep: Tensor, gradients: Sequence[Tensor], by_depth: bool) -> Tensor:
-    """Return what each position of a run adds, [r, n, depth or 1, k], from gradients [m, depth, d]."""
+    """Return what each position of a run adds, [r, n, depth or 1, k].
+
+    Gradients are [m, depth, d], or [r, n, depth, d] if the rows of the run are the samples.
+    """
     states = held.states  # [r, n, d] each
     ways = [[level] for level in range(len(states))] if by_depth else [list(range(len(states)))]
     found, left = [], len(gradients) * len(ways)
     for gradient in gradients:
-        full = gradient.new_zeros(*keep.shape, *gradient.shape[1:], device=keep.device)  # [r, n, depth, d]
-        full[keep] = gradient.to(keep.device)
+        gradient = gradient.to(keep.device)
+        if gradient.dim() == 4:
+            full = gradient.where(keep[..., None, None], 0.0)  # [r, n, depth, d]
+        else:
+            full = gradient.new_zeros(*keep.shape, *gradient.shape[1:])  # [r, n, depth, d]
+            full[keep] = gradient
         given, columns = full.unbind(2), []
         for way in ways:
             left -= 1
@@ -165,28 +184,31 @@ def text_readings(encoder: TextEncoder, texts: Sequence[Tokenized]) -> Iterator[
     """Yield texts in batches of similar length, long texts one by one, with the indices of the texts."""
     limit = positions_at_once(encoder.model, encoder.device)
     source = word_table(encoder.model, encoder.name)
-    short = [k for k, text in enumerate(texts) if len(text.chunks) == 1]
-    groups = length_batches([len(texts[k].chunks[0]) for k in short], limit)
+    short = [k for k, text in enumerate(texts) if len(text.keep) == 1]
+    lengths = [len(texts[k].keep[0]) for k in short]
+    groups = length_batches(lengths, limit, most_padding(limit, encoder.device))
     for which in [*([short[row] for row in rows] for rows in groups)]:
         yield which, _reading(encoder, [texts[k] for k in which], [list(range(len(which)))], source)
     for k, text in enumerate(texts):
-        if len(text.chunks) > 1:
-            rows = list(length_batches([len(chunk) for chunk in text.chunks], limit, in_order=True))
+        if len(text.keep) > 1:
+            rows = list(length_batches([len(row) for row in text.keep], limit, in_order=True))
             yield [k], _reading(encoder, [text], rows, source)
 
 
 def _reading(encoder: TextEncoder, texts: Sequence[Tokenized], rows: Sequence[list[int]], source: Tensor):
     chunks = [chunk for text in texts for chunk in text.chunks]
     keep = [row for text in texts for row in text.keep]
-    lengths = torch.tensor([text.n_pos for text in texts])[:, None]  # [b, 1]
-    mask = torch.arange(int(lengths.max())) < lengths  # [b, n_pos]
     runs = [_text_run(encoder, [chunks[r] for r in group], [keep[r] for r in group]) for group in rows]
+    counts = [text.n_pos for text in texts]
+    if len(runs) == 1 and counts == list(map(len, keep)):  # each text is a row, and keeps all its positions
+        return Reading(runs, source, encoder.name, runs[0].keep)
+    lengths = torch.tensor(counts)[:, None]  # [b, 1]
+    mask = torch.arange(int(lengths.max())) < lengths  # [b, n_pos]
     return Reading(runs, source, encoder.name, mask.to(encoder.device))
 
 
 def _text_run(encoder: TextEncoder, chunks: Sequence[list[int]], keep: Sequence[Sequence[bool]]) -> Run:
-    parts = padded(chunks, keep, encoder.tokenizer.pad_token_id or 0)
-    ids, attended, mask = (t.to(encoder.device) for t in parts)  # [r, n] each
+    ids, attended, mask = encoder.padded(chunks, keep)  # [r, n] each
     attended = attended.long()
 
     def call() -> list[Tensor]:
@@ -207,11 +229,12 @@ def image_readings(
         pixels = encoder.pixels([pictures[k] for k in which])  # [b, channels, height, width]
         pixels = pixels.to(encoder.device, encoder.model.dtype)
         n = encoder.grid[0] * encoder.grid[1] + encoder.n_special
-        kept = torch.arange(n, device=encoder.device) >= (0 if encoder.special_tokens else encoder.n_special)
+        kept = torch.arange(n, device=encoder.device) >= n - encoder.n_pos  # [n] without special positions
+        keep = kept.expand(len(which), n)  # [b, n]
 
         def call(pixels: Tensor = pixels) -> list[Tensor]:
             found = encoder.model(pixel_values=pixels, output_hidden_states=True)
             return [found.hidden_states[depth] for depth in encoder.depths]
 
-        mask = torch.ones(len(which), encoder.n_pos, dtype=torch.bool, device=encoder.device)  # [b, n_pos]
-        yield which, Reading([Run(call, kept.expand(len(which), n))], source, encoder.name, mask)
+        mask = keep if n == encoder.n_pos else keep.new_ones(len(which), encoder.n_pos)  # [b, n_pos]
+        yield which, Reading([Run(call, keep)], source, encoder.name, mask)
