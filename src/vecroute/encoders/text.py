@@ -197,13 +197,22 @@ class TextEncoder:
             return []
         # Only the backend: what transformers adds to it takes longer, and the other threads wait meanwhile.
         backend = self.tokenizer.backend_tokenizer
-        backend.no_padding()
-        backend.enable_truncation(
-            self.max_length, stride=self.stride, direction=self.tokenizer.truncation_side
-        )
+        self._set_up(backend)
         encoded = backend.encode_batch(list(texts))
         pairs = zip(texts, encoded, strict=True)
         return [self._tokenized(text, (one, *one.overflowing)) for text, one in pairs]
+
+    def _set_up(self, backend: Any) -> None:
+        """Set truncation and padding, if another use of the tokenizer has changed them.
+
+        Nothing is set without need, since another thread may be tokenizing.
+        """
+        if backend.padding is not None:
+            backend.no_padding()
+        wanted: dict[str, Any] = {"max_length": self.max_length, "stride": self.stride}
+        wanted |= {"direction": self.tokenizer.truncation_side, "strategy": "longest_first"}
+        if backend.truncation != wanted:
+            backend.enable_truncation(**wanted)
 
     def _tokenized(self, text: str, encodings: Sequence[Any]) -> Tokenized:
         if self.special_tokens and not (self.stride and len(encodings) > 1):
