@@ -161,6 +161,7 @@ def throughput(sentences: DataFrame, device: str, n: int, rounds: int) -> list[R
     texts, labels = sentences["text"].tolist()[:n], sentences["label"].tolist()[:n]
     probe = PlainProbe(device)
     options = {"max_epochs": 1, "cache": False, "device": device, "verbose": False, "validation_fraction": 0}
+    options |= {"calibrate": False, "estimate": False}  # the probe has neither
     classifier = vr.RoutingClassifier("minilm", **options).fit(texts[:64], labels[:64])
     runs = {
         ("predict", "plain PyTorch probe"): lambda: probe.predict(texts),
