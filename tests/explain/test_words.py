@@ -151,6 +151,14 @@ class TestSamples:
         torch.testing.assert_close(with_samples["values"], without["values"])
         assert (with_samples["not_explained"] == 0).all()
 
+    def test_a_chunk_without_the_words_of_a_sub_text(self, tiny):
+        tokenizer = tiny_models.without_special_tokens()
+        encoder = TextEncoder(tiny.model, tokenizer=tokenizer, max_length=2)
+        ((fields, _),) = explain_words(encoder, head_on(encoder), [TEXTS[0]], [[0, 1]], samples=8)
+        assert fields["values"].isfinite().all()
+        rest = fields["scores"] - fields["base_values"] - fields["values"].sum((0, 1))  # [k]
+        torch.testing.assert_close(fields["not_explained"], rest)
+
 
 def save_classifier(folder, kind: str, **options):
     """Save a tiny classifier with a tokenizer or image processor."""
