@@ -677,3 +677,16 @@ def test_the_guide_prints_what_it_says(capsys, tmp_path, monkeypatch):
     printed, expected = run_guide((ROOT / "docs/classifier.md").read_text(), capsys)
     assert len(expected) == 5
     assert printed == expected
+
+
+def test_a_text_without_any_token(tiny):
+    """Its only character is an accent, which the tokenizer drops."""
+    texts, y = [*TEXTS[::5], "\u0301"], [*LABELS[::5], LABELS[0]]
+    options = {"special_tokens": False, "batch_size": 1, "max_epochs": 1, "estimate": False}
+    clf = vr.RoutingClassifier(tiny, calibrate=False, **options).fit(texts, y)
+    (alone,), (_, together) = clf.predict_proba(["\u0301"]), clf.predict_proba(["good", "\u0301"])
+    np.testing.assert_allclose(alone, together, rtol=1e-5)
+    for kind in ({"of": "words"}, {"of": "states"}, {"samples": 2}):
+        for why in (clf.explain("\u0301", **kind), clf.explain(["good", "\u0301"], **kind)[1]):
+            np.testing.assert_allclose(why.probabilities, alone, rtol=1e-5)
+            np.testing.assert_allclose(why.values.sum((0, 1)) + why.base_values, why.scores, atol=1e-5)

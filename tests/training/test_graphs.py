@@ -184,6 +184,15 @@ def test_features_are_dropped_from_all_hidden_states_of_a_sample(graphed):
     assert len({tuple(row.tolist()) for row in x[0, :, 0]}) == 8  # other features in each sample
 
 
+def test_samples_without_positions(monkeypatch):
+    task = make_task()
+    task = resident(task._replace(features=Memory([s[: k % 5] for k, s in enumerate(task.features.states)])))
+    recipe = Recipe(max_epochs=1, batch_size=1, **PLAIN)
+    expected = weights_after(recipe, task)
+    monkeypatch.setattr(loop, "DEVICES", ("cpu",))
+    torch.testing.assert_close(weights_after(recipe, task)[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
 def test_buckets_are_few_and_waste_little():
     lengths = range(1, 2049)
     assert all(n <= padded(n) < n + max(16, n / 4) for n in lengths)

@@ -327,6 +327,8 @@ class Features:
         # Copy hidden states as stored. Half precision is half of the work, and training may drop many.
         dtype = functools.reduce(torch.promote_types, {hidden.dtype for hidden in found.values()})
         padded = pad_sequence([found[k].to(dtype) for k in which], batch_first=True)
+        if not padded.shape[1]:  # texts without a token; layers refuse an input without positions
+            padded = padded.new_zeros(len(which), 1, *padded.shape[2:])
         lengths = torch.tensor([self.lengths[k] for k in which])  # [b]
         mask = torch.arange(padded.shape[1]) < lengths[:, None]  # [b, n_pos]
         return padded.to(device), mask.to(device)
@@ -380,7 +382,7 @@ def copies(*tensors: Tensor) -> list[Any]:
 
 
 def split(which: Sequence[int], hidden: Tensor, mask: Tensor, event: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yield the used hidden states [n_pos, depth, d_emb] of each text of a batch as stored, after an event."""
+    """Yield the used hidden states [n_pos, depth, d_emb] of each text of a batch, after the event."""
     if event is not None:
         event.synchronize()
     counts = mask.sum(1)  # [b]

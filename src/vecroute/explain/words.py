@@ -203,7 +203,7 @@ def _reading(encoder: TextEncoder, texts: Sequence[Tokenized], rows: Sequence[li
     if len(runs) == 1 and counts == list(map(len, keep)):  # each text is a row, and keeps all its positions
         return Reading(runs, source, encoder.name, runs[0].keep)
     lengths = torch.tensor(counts)[:, None]  # [b, 1]
-    mask = torch.arange(int(lengths.max())) < lengths  # [b, n_pos]
+    mask = torch.arange(max(int(lengths.max()), 1)) < lengths  # [b, n_pos], with room for a text without any
     return Reading(runs, source, encoder.name, mask.to(encoder.device))
 
 

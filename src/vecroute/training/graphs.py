@@ -254,6 +254,7 @@ def padded(n: int) -> int:
     Buckets are 16, 32, 48, 64, 80, 96, 112, 128, 160, ... : from 64 on, four for each doubling. So a bucket
     is at most a quarter or 15 positions longer than its samples, and a few buckets cover all lengths.
     """
+    n = max(n, 1)  # samples without positions
     step = max(SHORTEST, 2 ** ((n - 1).bit_length() - 3))
     return -(-n // step) * step
 

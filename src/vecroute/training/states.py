@@ -45,7 +45,7 @@ class OnDevice:
         """Return hidden states [b, n_pos, depth, d_emb], zero at padding, and a mask [b, n_pos]."""
         index = torch.tensor(which)  # [b]
         lengths = torch.tensor([self.lengths[k] for k in which])[:, None]  # [b, 1]
-        position = torch.arange(int(lengths.max()))  # [n_pos]
+        position = torch.arange(max(int(lengths.max()), 1))  # [n_pos]
         mask = position < lengths  # [b, n_pos]
         position = (self.first[index][:, None] + position).masked_fill(~mask, 0)  # [b, n_pos]
         position, mask = position.to(self.rows.device), mask.to(self.rows.device)
