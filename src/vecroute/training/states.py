@@ -11,9 +11,7 @@ from vecroute.encoders.ahead import ahead
 from vecroute.encoders.text import length_batches
 from vecroute.training.recipe import Source
 
-MEMORY_SHARE = (
-    0.4  # share of the free memory of a GPU that hidden states may take; filling takes twice as much
-)
+MEMORY_SHARE = 0.4  # share of the free memory of a GPU for hidden states; copying them takes twice as much
 PART_BYTES = 256 * 1024**2  # size of the hidden states that are read at a time
 AHEAD = 2  # batches that are read before they are needed
 READERS = 4  # threads that read and check hidden states from the disk
