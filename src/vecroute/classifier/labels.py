@@ -149,6 +149,8 @@ def joined(y: Any, y_valid: Any, n: int, n_valid: int) -> Any:
     known, other = (list(getattr(part, "columns", range(np.shape(part)[-1]))) for part in (y, y_valid))
     if known != other:
         raise ValueError(f"validation must have the columns of labels of y, {known}, got {other}")
+    if hasattr(y, "vstack"):  # polars
+        return y.vstack(y_valid)
     table = np.concatenate([np.asarray(y), np.asarray(y_valid)])  # [n + n_valid, n_cls]
     return type(y)(table, columns=y.columns) if hasattr(y, "columns") else table
 
