@@ -316,6 +316,19 @@ def test_a_tokenizer_that_drops_the_start_of_long_texts_gives_every_token_once(b
     assert left.tokenize([LONG])[0].tokens() == expected
 
 
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("a film", "texts must be a list of texts, got one string"),
+        (["a", None], r"texts must be a list of texts, row 1 is None \(NoneType\)"),
+        ([("a", "film")], r"row 0 is \('a', 'film'\) \(tuple\)"),
+    ],
+)
+def test_what_is_no_text_is_named(bert, texts, message):
+    with pytest.raises(TypeError, match=message):
+        TextEncoder(bert).tokenize(texts)
+
+
 def test_a_text_without_any_token(bert):
     encoder = TextEncoder(bert, tokenizer=without_special_tokens())
     assert [len(hidden) for hidden in encoder.encode([""])] == [0]

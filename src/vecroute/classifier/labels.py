@@ -59,7 +59,8 @@ def check_labels(y: Any, n: int, name: str = "y", n_train: int | None = None) ->
     """Check labels, one for each of n texts. Errors use the given name.
 
     Args:
-        n_train: the number of texts for training, which come first; None if the others are not given yet.
+        n_train: number of texts for training. The others, which come after them, are for validation and must
+            have no other labels. None if all are for training.
 
     Raises:
         ValueError: the number of labels differs, a label is missing, there is only one class, or a class has

@@ -102,7 +102,7 @@ class FeatureCache:
         self._files[path] = file
         self._where.update(dict.fromkeys(entries, path))
         self._entries |= entries
-        self._checked -= entries.keys()  # of another segment with the same texts
+        self._checked -= entries.keys()  # an earlier segment may hold the same texts
 
     def n_pos(self, text: str) -> int | None:
         """Return the number of positions of a text, None if it is not in the cache."""

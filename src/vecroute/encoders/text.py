@@ -207,7 +207,16 @@ class TextEncoder:
         return states_key(self.identity, *options, self.dtype, self.device.type, *batches)
 
     def tokenize(self, texts: Sequence[str]) -> list[Tokenized]:
-        """Split every text into chunks of token ids, with the origin of each routed position."""
+        """Split every text into chunks of token ids, with the origin of each routed position.
+
+        Raises:
+            TypeError: texts is one string, or a text is not a string.
+        """
+        if isinstance(texts, str):
+            raise TypeError("texts must be a list of texts, got one string: put it in a list")
+        for k, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise TypeError(f"texts must be a list of texts, row {k} is {text!r} ({type(text).__name__})")
         if not texts:
             return []
         encoded = self.backend.encode_batch(list(texts))
