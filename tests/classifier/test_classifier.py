@@ -332,6 +332,40 @@ def test_a_label_of_validation_alone_is_refused(tiny, multi_label):
         classifier.fit(TEXTS[:100], y, validation=(TEXTS[100:], y_valid))
 
 
+def test_a_label_of_one_text_of_validation_alone_is_refused(tiny):
+    with pytest.raises(ValueError, match="validation must have labels of y alone, got 'typo'"):
+        vr.RoutingClassifier(tiny).fit(
+            TEXTS[:10], ["pos", "neg"] * 5, validation=(["a", "b"], ["typo", "pos"])
+        )
+
+
+@pytest.mark.parametrize(
+    ("n", "n_valid", "message"),
+    [
+        (9, 3, "y must be one label for each of the 10 texts in X, got 9"),
+        (10, 3, "validation must have one label for each of its 2 texts, got 3"),
+    ],
+)
+def test_labels_and_texts_of_validation_are_counted_on_their_own(tiny, n, n_valid, message):
+    y = ["pos", "neg"] * 5
+    with pytest.raises(ValueError, match=message):
+        vr.RoutingClassifier(tiny).fit(TEXTS[:10], y[:n], validation=(["a", "b"], y[:n_valid]))
+
+
+@pytest.mark.parametrize("kind", [list, np.array, lambda rows: pd.DataFrame(rows, columns=["good", "long"])])
+def test_tables_of_labels_for_training_and_validation(kind):
+    rows, valid = [[1, 0], [0, 1], [1, 1]], [[0, 0], [1, 0]]
+    found = labels.check_label_sets(labels.joined(kind(rows), kind(valid), 3, 2), 5, n_train=3)
+    assert found.targets.tolist() == [*rows, *valid]
+    assert found.classes.tolist() == labels.check_label_sets(kind(rows), 3).classes.tolist()
+
+
+def test_tables_of_labels_have_the_same_columns():
+    y, other = pd.DataFrame([[1, 0]], columns=["a", "b"]), pd.DataFrame([[1, 0]], columns=["b", "a"])
+    with pytest.raises(ValueError, match=r"the columns of labels of y, \['a', 'b'\], got \['b', 'a'\]"):
+        labels.joined(y, other, 1, 1)
+
+
 def test_the_split_keeps_the_share_of_every_class():
     found = labels.check_labels(["a"] * 80 + ["b"] * 20, 100)
     train, valid = labels.split(found, 0.1, 0, False)
@@ -677,3 +711,16 @@ def test_the_guide_prints_what_it_says(capsys, tmp_path, monkeypatch):
     printed, expected = run_guide((ROOT / "docs/classifier.md").read_text(), capsys)
     assert len(expected) == 5
     assert printed == expected
+
+
+def test_a_text_without_any_token(tiny):
+    """Its only character is an accent, which the tokenizer drops."""
+    texts, y = [*TEXTS[::5], "\u0301"], [*LABELS[::5], LABELS[0]]
+    options = {"special_tokens": False, "batch_size": 1, "max_epochs": 1, "estimate": False}
+    clf = vr.RoutingClassifier(tiny, calibrate=False, **options).fit(texts, y)
+    (alone,), (_, together) = clf.predict_proba(["\u0301"]), clf.predict_proba(["good", "\u0301"])
+    np.testing.assert_allclose(alone, together, rtol=1e-5)
+    for kind in ({"of": "words"}, {"of": "states"}, {"samples": 2}):
+        for why in (clf.explain("\u0301", **kind), clf.explain(["good", "\u0301"], **kind)[1]):
+            np.testing.assert_allclose(why.probabilities, alone, rtol=1e-5)
+            np.testing.assert_allclose(why.values.sum((0, 1)) + why.base_values, why.scores, atol=1e-5)

@@ -16,6 +16,7 @@ from tests.helpers.tiny_models import save_tiny
 from vecroute.encoders import TextEncoder, cache
 from vecroute.encoders.ahead import ahead
 from vecroute.encoders.cache import FeatureCache, Features
+from vecroute.encoders.text import Batch
 
 
 @pytest.mark.parametrize("n", [1, 2, 9])
@@ -124,6 +125,16 @@ def test_batches_of_similar_length_hold_the_same_states(encoder, special_tokens,
     for k, hidden in expected.items():
         assert found[k].shape == hidden.shape
         torch.testing.assert_close(found[k].float(), hidden.float(), rtol=2e-3, atol=2e-3)
+
+
+def test_a_text_with_great_numbers_does_not_round_the_others_of_its_batch(encoder, monkeypatch):
+    hidden = torch.randn(2, 3, encoder.depth, encoder.d_emb)
+    hidden[0, 1] *= 1e6  # more than float16 can hold
+    batch = Batch([1, 0], hidden, torch.tensor([[True] * 3, [True, True, False]]))
+    monkeypatch.setattr(TextEncoder, "batches", lambda *_: iter([batch]))
+    found = dict(Features(encoder, ["a", "b"])._encode_by_length([]))
+    assert torch.equal(found[1], hidden[0].bfloat16())
+    assert torch.equal(found[0], hidden[1, :2].half())
 
 
 def test_states_can_be_read_before_during_and_after_their_writing(tmp_path, monkeypatch):

@@ -389,3 +389,19 @@ def test_the_default_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("VECROUTE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.default_folder() == tmp_path / "vecroute"
+
+
+def test_a_second_segment_with_the_same_text_is_checked_too(tmp_path):
+    """Two processes may compute the same text at the same time."""
+    one, another = (FeatureCache(tmp_path, "k" * 32) for _ in range(2))
+    for store in (one, another):
+        store.put("a", torch.ones(2, 3, 4))
+    one.flush()
+    assert torch.equal(one.get("a"), torch.ones(2, 3, 4).half())
+    before = set(segments(tmp_path))
+    another.flush()
+    (new,) = set(segments(tmp_path)) - before
+    new.write_bytes(new.read_bytes()[:-20] + bytes(20))
+    one.refresh()
+    found = one.get("a")
+    assert found is None or torch.equal(found, torch.ones(2, 3, 4).half())

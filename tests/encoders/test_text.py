@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.helpers.tiny_models import KINDS, save_tiny
+from tests.helpers.tiny_models import KINDS, save_tiny, tiny_tokenizer, without_special_tokens
 from vecroute.encoders import TextEncoder, finding, identity
 from vecroute.encoders.text import length_batches
 
@@ -286,3 +286,56 @@ def test_tokens_are_the_same_after_other_uses_of_the_tokenizer(bert):
     (found,) = encoder.tokenize([LONG])
     assert found.chunks == expected
     assert len(expected) > 3
+
+
+def test_an_encoder_leaves_its_tokenizer_as_it_is(bert):
+    tokenizer = tiny_tokenizer("bert")
+    encoder = TextEncoder(bert, tokenizer=tokenizer, max_length=16)
+    before = tokenizer.backend_tokenizer.to_str()
+    (expected,) = encoder.tokenize(["a [SEP] film"])
+    assert tokenizer.backend_tokenizer.to_str() == before
+    tokenizer("a [SEP] film", split_special_tokens=True)
+    assert encoder.tokenize(["a [SEP] film"])[0].chunks == expected.chunks
+
+
+def test_encoders_with_one_tokenizer_keep_their_own_lengths(bert):
+    """Each may tokenize in a thread of its own."""
+    tokenizer = tiny_tokenizer("bert")
+    short, long = (TextEncoder(bert, tokenizer=tokenizer, max_length=n) for n in (10, 30))
+    for encoder in (short, long, short):
+        assert len(encoder.tokenize([LONG])[0].chunks[0]) == encoder.max_length
+    assert short.backend is not long.backend
+
+
+@pytest.mark.parametrize("stride", [0, 5])
+def test_a_tokenizer_that_drops_the_start_of_long_texts_gives_every_token_once(bert, stride):
+    tokenizer = tiny_tokenizer("bert")
+    tokenizer.truncation_side = "left"
+    left = TextEncoder(bert, tokenizer=tokenizer, stride=stride, special_tokens=False)
+    expected = TextEncoder(bert, stride=stride, special_tokens=False).tokenize([LONG])[0].tokens()
+    assert left.tokenize([LONG])[0].tokens() == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("a film", "texts must be a list of texts, got one string"),
+        (["a", None], r"texts must be a list of texts, row 1 is None \(NoneType\)"),
+        ([("a", "film")], r"row 0 is \('a', 'film'\) \(tuple\)"),
+    ],
+)
+def test_what_is_no_text_is_named(bert, texts, message):
+    with pytest.raises(TypeError, match=message):
+        TextEncoder(bert).tokenize(texts)
+
+
+def test_a_text_without_any_token(bert):
+    encoder = TextEncoder(bert, tokenizer=without_special_tokens())
+    assert [len(hidden) for hidden in encoder.encode([""])] == [0]
+    assert [len(hidden) for hidden in encoder.encode(["", "a film"])] == [0, 2]
+
+
+def test_chunks_of_one_length_share_their_mask(bert):
+    one, another = TextEncoder(bert).tokenize([LONG, LONG + LONG])
+    assert len(one.keep) != len(another.keep)
+    assert len({id(row) for row in (*one.keep[:-1], *another.keep[:-1])}) == 1

@@ -10,7 +10,7 @@ import torch
 
 import vecroute as vr
 from tests.helpers.texts import LABELS, TEXTS
-from tests.helpers.tiny_models import save_tiny
+from tests.helpers.tiny_models import save_tiny, without_special_tokens
 from vecroute.cli import main
 from vecroute.encoders import TextEncoder
 from vecroute.explain.attribution import Attribution, Reader
@@ -62,6 +62,18 @@ def test_special_tokens_that_are_not_routed_are_left_out(tmp_path):
     layout = reader.layout(reader.tokens(SOME))
     assert torch.equal(layout.mask, layout.content)
     torch.testing.assert_close(reader.hidden(layout)[0][layout.mask[0]], encoder.encode(SOME)[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
+def test_texts_that_lose_their_only_token_and_have_no_special_tokens(tmp_path):
+    encoder = TextEncoder(save_tiny(tmp_path), tokenizer=without_special_tokens(), device="cpu")
+    reader = Reader(encoder, head_of(encoder))
+    layout = reader.layout([[]])
+    assert layout.ids.shape == layout.mask.shape == (1, 1)
+    assert not layout.mask.any()
+    torch.testing.assert_close(reader.scores(layout), reader.scores(reader.layout([[], [5]]))[:1])
+    for row in measure(reader, ["good", "a film"], ["words", "SHAP, 4 evaluations", "leave one out"]):
+        assert 0 <= row["deletion"] <= 1
 
 
 def test_a_stride_is_refused(tmp_path):

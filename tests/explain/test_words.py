@@ -151,6 +151,14 @@ class TestSamples:
         torch.testing.assert_close(with_samples["values"], without["values"])
         assert (with_samples["not_explained"] == 0).all()
 
+    def test_a_chunk_without_the_words_of_a_sub_text(self, tiny):
+        tokenizer = tiny_models.without_special_tokens()
+        encoder = TextEncoder(tiny.model, tokenizer=tokenizer, max_length=2)
+        ((fields, _),) = explain_words(encoder, head_on(encoder), [TEXTS[0]], [[0, 1]], samples=8)
+        assert fields["values"].isfinite().all()
+        rest = fields["scores"] - fields["base_values"] - fields["values"].sum((0, 1))  # [k]
+        torch.testing.assert_close(fields["not_explained"], rest)
+
 
 def save_classifier(folder, kind: str, **options):
     """Save a tiny classifier with a tokenizer or image processor."""
@@ -199,6 +207,24 @@ class TestExistingModels:
         assert one.output_names == ["odd", "bad"]
         np.testing.assert_allclose(one["odd"].values, explained[1]["odd"].values, atol=1e-5)
         one.to_html(tmp_path / "why.html")
+
+    @pytest.mark.parametrize("pad", [None, -1, 5])
+    def test_of_texts_by_decoders_with_and_without_a_padding_token(self, pad):
+        """The tokenizer may have none, or another one than the model."""
+        tokenizer = tiny_models.without_special_tokens()
+        tokenizer.pad_token = None
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+        config = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes, bos_token_id=0, eos_token_id=0)
+        torch.manual_seed(0)
+        model = transformers.GPT2ForSequenceClassification(config).eval()
+        model.config.pad_token_id = pad
+        together = vr.explain_model(model, tokenizer, TEXTS[:3])
+        for text, why in zip(TEXTS, together, strict=False):
+            with torch.no_grad():
+                scores = model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0]
+            np.testing.assert_allclose(why.scores, scores.numpy(), rtol=1e-4, atol=1e-5)
+            alone = vr.explain_model(model, tokenizer, text)
+            np.testing.assert_allclose(why.values, alone.values, rtol=1e-4, atol=1e-6)
 
     @pytest.mark.parametrize("kind", ["vit", "beit", "deit", "dinov2", "siglip", "clip"])
     def test_of_images(self, kind, tmp_path):

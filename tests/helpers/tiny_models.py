@@ -67,6 +67,13 @@ def tiny_tokenizer(kind: str):
     )
 
 
+def without_special_tokens():
+    """Build the tokenizer of a BERT that adds no special tokens to a text, as those of GPT."""
+    tokenizer = tiny_tokenizer("bert")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    return tokenizer
+
+
 def save_tiny(folder: Path, kind: str = "bert", seed: int = 0, **options) -> str:
     """Build a tiny model of the kind, save it with its tokenizer to the folder, and return the folder."""
     tokenizer = tiny_tokenizer(kind)

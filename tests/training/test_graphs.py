@@ -122,6 +122,28 @@ def test_steps_that_are_too_large_are_eager(graphed, monkeypatch):
     torch.testing.assert_close(mixed, graphs_only, rtol=1e-4, atol=1e-5)
 
 
+def test_the_buffers_of_all_lengths_share_memory(graphed):
+    """Together they could be larger than the memory of a GPU."""
+    task = make_task()
+    task = task._replace(features=Memory([s.repeat(8, 1, 1) for s in task.features.states]))
+    trainer = Trainer(make_head(), task, Recipe(batch_size=8), make_accelerator("cpu"), None, 5.0)
+    buckets = [trainer.captured.new_bucket(padded(n)) for n in {*task.features.lengths}]
+    assert len({bucket.rows.data_ptr() for bucket in buckets}) == 1
+    assert max(len(bucket.rows) for bucket in buckets) == len(trainer.captured.rows) == 8 * 64 * DEPTH
+
+
+def test_without_memory_for_the_buffers_steps_are_eager(graphed, monkeypatch, caplog):
+    def none_left(*_):
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(CapturedSteps, "new_rows", none_left)
+    found = weights_after(Recipe(max_epochs=1, batch_size=8))
+    assert "training steps cannot be CUDA graphs (out of memory): training continues eagerly" in caplog.text
+    monkeypatch.setattr(loop, "DEVICES", ())
+    expected = weights_after(Recipe(max_epochs=1, batch_size=8))
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
 def test_the_loss_is_looked_at_once_in_a_while_and_a_divergence_is_told(graphed, monkeypatch, tmp_path):
     looks, loss = [], CapturedSteps.loss
     monkeypatch.setattr(CapturedSteps, "loss", lambda self: looks.append(1) or loss(self))
@@ -182,6 +204,15 @@ def test_features_are_dropped_from_all_hidden_states_of_a_sample(graphed):
     assert torch.equal(x, x[:, :, :1].expand_as(x))
     assert 0.3 < x.mean() < 0.7
     assert len({tuple(row.tolist()) for row in x[0, :, 0]}) == 8  # other features in each sample
+
+
+def test_samples_without_positions(monkeypatch):
+    task = make_task()
+    task = resident(task._replace(features=Memory([s[: k % 5] for k, s in enumerate(task.features.states)])))
+    recipe = Recipe(max_epochs=1, batch_size=1, **PLAIN)
+    expected = weights_after(recipe, task)
+    monkeypatch.setattr(loop, "DEVICES", ("cpu",))
+    torch.testing.assert_close(weights_after(recipe, task)[1], expected[1], rtol=1e-4, atol=1e-5)
 
 
 def test_buckets_are_few_and_waste_little():

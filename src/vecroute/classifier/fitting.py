@@ -15,9 +15,9 @@ from vecroute.classifier.labels import (
     check_label_sets,
     check_labels,
     check_texts,
-    check_validation_labels,
     class_weights,
     examples,
+    joined,
     split,
 )
 from vecroute.classifier.parts import N_JUDGING, as_python, cache_for, encoder_for, new_head
@@ -88,8 +88,7 @@ def check_samples(
         options = (classifier.validation_fraction, classifier.random_state, classifier.multi_label)
         return Samples(texts, labels, *split(labels, *options))
     texts += check(validation[0], "validation")
-    labels = check_y([*y, *validation[1]], len(texts))
-    check_validation_labels(labels, n)
+    labels = check_y(joined(y, validation[1], n, len(texts) - n), len(texts), n_train=n)
     return Samples(texts, labels, list(range(n)), list(range(n, len(texts))))
 
 

@@ -55,8 +55,12 @@ def check_texts(X: Any, name: str = "X", first: int = 0) -> list[str]:
     return [str(text) for text in rows]
 
 
-def check_labels(y: Any, n: int, name: str = "y") -> Labels:
+def check_labels(y: Any, n: int, name: str = "y", n_train: int | None = None) -> Labels:
     """Check labels, one for each of n texts. Errors use the given name.
+
+    Args:
+        n_train: number of texts for training. The others, which come after them, are for validation and must
+            have no other labels. None if all are for training.
 
     Raises:
         ValueError: the number of labels differs, a label is missing, there is only one class, or a class has
@@ -85,14 +89,19 @@ def check_labels(y: Any, n: int, name: str = "y") -> Labels:
         raise ValueError(f"{name} must be labels of one type, got a mixture: {error}") from error
     if len(classes) < 2:
         raise ValueError(f"{name} must have two classes or more, all have the label {classes[0]!s}")
+    found = Labels(classes, torch.from_numpy(np.eye(len(classes), dtype=np.float32)[index]))
+    check_validation_labels(found, n_train)
     if counts.min() < 2:
         few = ", ".join(shortened(str(label)) for label in classes[counts < 2][:5])
         raise ValueError(f"{name} must have two examples or more of each class, got one of: {few}")
-    return Labels(classes, torch.from_numpy(np.eye(len(classes), dtype=np.float32)[index]))
+    return found
 
 
-def check_label_sets(y: Any, n: int) -> Labels:
-    """Check any number of labels for each of n texts: collections of labels, or a table of zeros and ones."""
+def check_label_sets(y: Any, n: int, n_train: int | None = None) -> Labels:
+    """Check any number of labels for each of n texts: collections of labels, or a table of zeros and ones.
+
+    ``n_train`` is the same as in ``check_labels``.
+    """
     if hasattr(y, "columns"):
         classes, table = np.asarray(y.columns), np.asarray(y)
     else:
@@ -119,11 +128,38 @@ def check_label_sets(y: Any, n: int) -> Labels:
         raise ValueError("y must be a table of zeros and ones if multi_label=True")
     if len(classes) < 1:
         raise ValueError("y must have at least one label, got none")
-    return Labels(classes, torch.from_numpy(table.astype(np.float32)))
+    found = Labels(classes, torch.from_numpy(table.astype(np.float32)))
+    check_validation_labels(found, n_train)
+    return found
 
 
-def check_validation_labels(labels: Labels, n: int) -> None:
+def joined(y: Any, y_valid: Any, n: int, n_valid: int) -> Any:
+    """Return the labels of n texts for training, followed by the labels of n_valid texts for validation.
+
+    Raises:
+        ValueError: the number of labels differs from the number of texts, or tables have different columns.
+    """
+    y, y_valid = (list(part) if isinstance(part, Iterator) else part for part in (y, y_valid))
+    check_count(len(y), n)
+    if len(y_valid) != n_valid:
+        raise ValueError(
+            f"validation must have one label for each of its {n_valid} texts, got {len(y_valid)}"
+        )
+    if getattr(y, "ndim", 1) == 1 and getattr(y_valid, "ndim", 1) == 1:
+        return [*y, *y_valid]
+    known, other = (list(getattr(part, "columns", range(np.shape(part)[-1]))) for part in (y, y_valid))
+    if known != other:
+        raise ValueError(f"validation must have the columns of labels of y, {known}, got {other}")
+    if hasattr(y, "vstack"):  # polars
+        return y.vstack(y_valid)
+    table = np.concatenate([np.asarray(y), np.asarray(y_valid)])  # [n + n_valid, n_cls]
+    return type(y)(table, columns=y.columns) if hasattr(y, "columns") else table
+
+
+def check_validation_labels(labels: Labels, n: int | None) -> None:
     """Raise ValueError if a class has no sample among the first n, which are for training."""
+    if n is None:
+        return
     new = labels.classes[(labels.targets[:n].sum(0) == 0) & (labels.targets[n:].sum(0) > 0)].tolist()
     if new:
         named = ", ".join(repr(shortened(label) if isinstance(label, str) else label) for label in new[:5])

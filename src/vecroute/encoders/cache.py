@@ -31,9 +31,7 @@ GIB = 1024**3
 SEGMENT_BYTES = 64 * 1024**2  # size of a segment; a killed process loses a few of them at most
 WINDOW_BYTES = 128 * 1024**2  # hidden states computed at a time on a CPU, if there are several texts
 GPU_WINDOW_BYTES = 1024**3  # on a GPU, more texts at a time mean larger batches of similar length
-GPU_BATCH_BYTES = (
-    128 * 1024**2
-)  # hidden states of a batch on a GPU; the next batch runs while these are copied
+GPU_BATCH_BYTES = 128 * 1024**2  # hidden states of a batch on a GPU; the next one runs during their copy
 WRITERS = 8  # threads that write segments, while more hidden states are computed
 KEEP_FREE = GIB  # free space to leave on the disk
 ABANDONED_AFTER = 3600  # seconds after which a temporary file must belong to a dead process
@@ -104,6 +102,7 @@ class FeatureCache:
         self._files[path] = file
         self._where.update(dict.fromkeys(entries, path))
         self._entries |= entries
+        self._checked -= entries.keys()  # an earlier segment may hold the same texts
 
     def n_pos(self, text: str) -> int | None:
         """Return the number of positions of a text, None if it is not in the cache."""
@@ -328,6 +327,8 @@ class Features:
         # Copy hidden states as stored. Half precision is half of the work, and training may drop many.
         dtype = functools.reduce(torch.promote_types, {hidden.dtype for hidden in found.values()})
         padded = pad_sequence([found[k].to(dtype) for k in which], batch_first=True)
+        if not padded.shape[1]:  # texts without a token; layers refuse an input without positions
+            padded = padded.new_zeros(len(which), 1, *padded.shape[2:])
         lengths = torch.tensor([self.lengths[k] for k in which])  # [b]
         mask = torch.arange(padded.shape[1]) < lengths[:, None]  # [b, n_pos]
         return padded.to(device), mask.to(device)
@@ -357,7 +358,10 @@ class Features:
         limit = max(GPU_BATCH_BYTES // (self.encoder.depth * self.encoder.d_emb * 2), 1)
         copying: Any = None
         for batch in self.encoder.batches(tokenized, limit):
-            started = batch.which, *copies(halved(batch.hidden), batch.mask)
+            half = halved(batch.hidden)  # [b, n_pos, depth, d_emb]
+            # If numbers are too large for float16, each text is rounded on its own, as if it were alone.
+            stored = half if half.dtype == torch.float16 else batch.hidden  # [b, n_pos, depth, d_emb]
+            started = batch.which, *copies(stored, batch.mask)
             if copying is not None:
                 yield from split(*copying)
             copying = started
@@ -382,11 +386,10 @@ def split(which: Sequence[int], hidden: Tensor, mask: Tensor, event: Any) -> Ite
     if event is not None:
         event.synchronize()
     counts = mask.sum(1)  # [b]
-    first = (
-        (mask == (torch.arange(mask.shape[1]) < counts[:, None])).all(1).tolist()
-    )  # used positions come first
+    in_front = torch.arange(mask.shape[1]) < counts[:, None]  # [b, n_pos]
+    is_slice = (mask == in_front).all(1).tolist()  # [b]
     for row, (k, n) in enumerate(zip(which, counts.tolist(), strict=True)):
-        yield k, hidden[row, :n] if first[row] else hidden[row][mask[row]]  # [n_pos, depth, d_emb]
+        yield k, halved(hidden[row, :n] if is_slice[row] else hidden[row][mask[row]])  # [n_pos, depth, d_emb]
 
 
 def same_shapes(lengths: Sequence[int], filled: int | None) -> Iterator[list[int]]:

@@ -1,5 +1,6 @@
 """Frozen text Transformers: they map texts to the hidden states of every token at every depth."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -34,10 +35,10 @@ class Chunk(NamedTuple):
     offsets: list[tuple[int, int]]  # first character in the text and one past the last
 
 
-@lru_cache(4096)
-def every(*lengths: int) -> tuple[tuple[bool, ...], ...]:
-    """Return True for every position of chunks of these lengths. Texts share these tuples."""
-    return tuple((True,) * n for n in lengths)
+@lru_cache(1024)
+def every(n: int) -> tuple[bool, ...]:
+    """Return True for every position of a chunk of length n. Texts share these tuples."""
+    return (True,) * n
 
 
 class Tokenized(NamedTuple):
@@ -155,6 +156,7 @@ class TextEncoder:
         self.model = self.model.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         self.stride, self.special_tokens = stride, special_tokens
         self.max_length = self._check_length(max_length)
+        self.backend = self._own_backend()
         try:
             probe = self._states(torch.tensor([self.tokenizer("a")["input_ids"]]))
         except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -178,6 +180,19 @@ class TextEncoder:
             raise ValueError(f"stride must be from 0 to {self._content - 1}, got {self.stride}")
         return max_length
 
+    def _own_backend(self) -> Any:
+        """Return a copy of the tokenizer's backend, with the settings of this encoder.
+
+        What transformers adds to the backend takes longer, and other threads wait meanwhile. The tokenizer's
+        own backend has the settings of its last use, which may be in another thread.
+        """
+        backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        backend.no_padding()
+        # Chunks are in the order of the text, even if the tokenizer itself drops the start of long texts.
+        backend.enable_truncation(self.max_length, stride=self.stride, direction="right")
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        return backend
+
     def __repr__(self) -> str:
         return f"TextEncoder({self.name!r}, depth={self.depth}, d_emb={self.d_emb})"
 
@@ -192,31 +207,25 @@ class TextEncoder:
         return states_key(self.identity, *options, self.dtype, self.device.type, *batches)
 
     def tokenize(self, texts: Sequence[str]) -> list[Tokenized]:
-        """Split every text into chunks of token ids, with the origin of each routed position."""
+        """Split every text into chunks of token ids, with the origin of each routed position.
+
+        Raises:
+            TypeError: texts is one string, or a text is not a string.
+        """
+        if isinstance(texts, str):
+            raise TypeError("texts must be a list of texts, got one string: put it in a list")
+        for k, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise TypeError(f"texts must be a list of texts, row {k} is {text!r} ({type(text).__name__})")
         if not texts:
             return []
-        # Only the backend: what transformers adds to it takes longer, and the other threads wait meanwhile.
-        backend = self.tokenizer.backend_tokenizer
-        self._set_up(backend)
-        encoded = backend.encode_batch(list(texts))
+        encoded = self.backend.encode_batch(list(texts))
         pairs = zip(texts, encoded, strict=True)
         return [self._tokenized(text, (one, *one.overflowing)) for text, one in pairs]
 
-    def _set_up(self, backend: Any) -> None:
-        """Set truncation and padding, if another use of the tokenizer has changed them.
-
-        Nothing is set without need, since another thread may be tokenizing.
-        """
-        if backend.padding is not None:
-            backend.no_padding()
-        wanted: dict[str, Any] = {"max_length": self.max_length, "stride": self.stride}
-        wanted |= {"direction": self.tokenizer.truncation_side, "strategy": "longest_first"}
-        if backend.truncation != wanted:
-            backend.enable_truncation(**wanted)
-
     def _tokenized(self, text: str, encodings: Sequence[Any]) -> Tokenized:
         if self.special_tokens and not (self.stride and len(encodings) > 1):
-            return Tokenized(text, encodings, every(*map(len, encodings)))
+            return Tokenized(text, encodings, tuple(map(every, map(len, encodings))))
         special = [encoding.special_tokens_mask for encoding in encodings]
         keep = [[self.special_tokens or not s for s in row] for row in special]
         if self.stride and len(encodings) > 1:
@@ -295,7 +304,8 @@ def padded(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return token ids, which of them are no padding, and which positions are routed, [b, n] each."""
     lengths = np.array([len(chunk) for chunk in chunks])  # [b]
-    attended = np.arange(lengths.max()) < lengths[:, None]  # [b, n]
+    longest = max(lengths.max(), 1)  # models refuse an input without positions
+    attended = np.arange(longest) < lengths[:, None]  # [b, n]
     ids, mask = np.full(attended.shape, pad, np.int64), np.zeros_like(attended)  # [b, n] each
     ids[attended] = np.fromiter(chain.from_iterable(chunks), np.int64)  # reads numbers faster than torch
     mask[attended] = np.fromiter(chain.from_iterable(keep), np.bool_)

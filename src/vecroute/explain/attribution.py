@@ -79,10 +79,10 @@ class Reader:
         ]
         chunks = [[*self.before, *part, *self.after] for _, part in parts]
         lengths = torch.tensor([len(chunk) for chunk in chunks])[:, None]  # [c, 1]
-        column = torch.arange(int(lengths.max()))  # [n]
+        column = torch.arange(max(1, int(lengths.max())))  # [n]
         attended = column < lengths  # [c, n]
         ids = torch.full(attended.shape, self.encoder.tokenizer.pad_token_id or 0)  # [c, n]
-        ids[attended] = torch.tensor(list(chain.from_iterable(chunks)))
+        ids[attended] = torch.tensor(list(chain.from_iterable(chunks)), dtype=torch.long)
         inner = (column >= len(self.before)) & (column < lengths - len(self.after))  # [c, n]
         used = attended if self.encoder.special_tokens else inner  # [c, n]
         of = torch.tensor([b for b, _ in parts])  # [c] the text of each chunk

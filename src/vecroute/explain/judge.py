@@ -86,9 +86,8 @@ def ask_all(judges: Sequence[Judge], texts: Sequence[Sequence[tuple[int, ...]]])
     for group in length_batches([len(t) + 2 for _, t in new], batch_positions(reader.device)):
         asked = [new[k] for k in group]
         scores = reader.scores(reader.layout([text for _, text in asked])).cpu()  # [b, n_cls]
-        target, other = torch.tensor([(judge.target, judge.other) for judge, _ in asked]).unbind(
-            1
-        )  # [b] each
+        pairs = torch.tensor([(judge.target, judge.other) for judge, _ in asked])  # [b, 2]
+        target, other = pairs.unbind(1)  # [b] each
         p = scores.softmax(-1).gather(-1, target[:, None])[:, 0].tolist()
         margin = margins(scores, target, other).tolist()
         for (judge, text), *pair in zip(asked, p, margin, strict=True):

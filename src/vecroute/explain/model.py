@@ -75,7 +75,7 @@ def _explain_texts(model: Any, tokenizer: Any, inputs: Any, outputs: list[int] |
     def split(
         texts: Sequence[Tokenized], outputs: Sequence[Sequence[int]], rows: Sequence[Rows]
     ) -> list[TextSplit]:
-        return _split_logits(model, tokenizer, texts, chosen, rows)
+        return _split_logits(model, texts, chosen, rows)
 
     each = [chosen] * len(texts)
     if samples:
@@ -112,7 +112,7 @@ def tokenize(model: Any, tokenizer: Any, inputs: Any) -> list[Tokenized]:
         if len(ids) > limit:
             raise ValueError(f"inputs must be at most {limit} tokens long, input {k} has {len(ids)}")
         special, spans = encoded["special_tokens_mask"][k], encoded["offset_mapping"][k]
-        found.append(Tokenized(text, [Chunk(ids, special, spans)], every(len(ids))))
+        found.append(Tokenized(text, [Chunk(ids, special, spans)], [every(len(ids))]))
     return found
 
 
@@ -138,15 +138,17 @@ def logits_of(output: Any, name: str) -> Tensor:
 
 
 def _split_logits(
-    model: Any, tokenizer: Any, texts: Sequence[Tokenized], outputs: Sequence[int], rows: Sequence[Rows]
+    model: Any, texts: Sequence[Tokenized], outputs: Sequence[int], rows: Sequence[Rows]
 ) -> list[TextSplit]:
     """Split the scores of texts that fit one chunk, in batches of similar length; see ``Splitter``."""
     device, name = model.device, type(model).__name__
     source, found = word_table(model, name), [None] * len(texts)
-    limit = positions_at_once(model, device)
+    # Decoders score the last token that is not their padding token. Without one they take one text at a time.
+    pad = getattr(model.config, "pad_token_id", None)
+    limit = 0 if pad is None or pad < 0 else positions_at_once(model, device)
     for which in length_batches([len(t.keep[0]) for t in texts], limit, most_padding(limit, device)):
         chunks = [texts[k].chunks[0] for k in which]
-        longest, pad = max(map(len, chunks)), tokenizer.pad_token_id or 0
+        longest = max(map(len, chunks))
         ids = torch.tensor([chunk + [pad] * (longest - len(chunk)) for chunk in chunks], device=device)
         lengths = torch.tensor([len(chunk) for chunk in chunks], device=device)[:, None]  # [b, 1]
         attended = (torch.arange(longest, device=device) < lengths).long()  # [b, n]
@@ -157,7 +159,7 @@ def _split_logits(
         values, base, scores = split_scores(call, source, name, outputs)
         for b, k in enumerate(which):
             own = values.new_zeros(len(rows[k].start), 1, len(outputs))  # [n_rows, 1, k]
-            index = torch.tensor(rows[k].of[0], device=device)
+            index = torch.tensor(rows[k].of[0], dtype=torch.long, device=device)
             own.index_add_(0, index, values[b, : len(index), None])
             found[k] = TextSplit(own, base[b], scores[b, list(outputs)], scores[b])  # type: ignore[call-overload]
     return found  # type: ignore[return-value]

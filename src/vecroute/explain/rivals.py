@@ -127,9 +127,8 @@ def integrated(outputs: Callable[[Tensor], Tensor], x: Tensor, without: Tensor, 
     for node, weight in zip(nodes.split(at_once), weights.split(at_once), strict=True):
         wide = [1] * x.dim()
         with torch.enable_grad():
-            point = (
-                without + (x - without) * (node.view(-1, *wide) + 1) / 2
-            ).requires_grad_()  # [steps, ...]
+            share = (node.view(-1, *wide) + 1) / 2  # [steps, 1, ...]
+            point = (without + (x - without) * share).requires_grad_()  # [steps, ...]
             (gradient,) = torch.autograd.grad(outputs(point).sum(), point)
         total += (gradient * weight.view(-1, *wide)).sum(0)
     return total * (x - without) / 2

@@ -55,7 +55,7 @@ def _rows_from(chunks: Sequence[Tensor], rows: Rows) -> Tensor:
         return chunks[0][:n]
     values = chunks[0].new_zeros(n, *chunks[0].shape[1:])  # [n_rows, depth or 1, k]
     for index, part in zip(rows.of, chunks, strict=True):
-        values.index_add_(0, torch.tensor(index), part[: len(index)])
+        values.index_add_(0, torch.tensor(index, dtype=torch.long), part[: len(index)])
     return values
 
 

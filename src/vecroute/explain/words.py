@@ -18,9 +18,7 @@ from vecroute.io.images import Picture
 class Run(NamedTuple):
     """Rows, such as chunks of texts, that go through the encoder together."""
 
-    call: Callable[
-        [], Sequence[Tensor]
-    ]  # returns the hidden states [r, n, d] at each depth that the head reads
+    call: Callable[[], Sequence[Tensor]]  # returns the hidden states [r, n, d] at each depth that is read
     keep: Tensor  # [r, n] True at the positions that go to the head
 
 
@@ -203,7 +201,8 @@ def _reading(encoder: TextEncoder, texts: Sequence[Tokenized], rows: Sequence[li
     if len(runs) == 1 and counts == list(map(len, keep)):  # each text is a row, and keeps all its positions
         return Reading(runs, source, encoder.name, runs[0].keep)
     lengths = torch.tensor(counts)[:, None]  # [b, 1]
-    mask = torch.arange(int(lengths.max())) < lengths  # [b, n_pos]
+    n_pos = max(int(lengths.max()), 1)  # heads refuse an input without positions
+    mask = torch.arange(n_pos) < lengths  # [b, n_pos]
     return Reading(runs, source, encoder.name, mask.to(encoder.device))
 
 

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 DEVICES = ("cuda",)  # tests add "cpu", where steps run without a graph
 BATCH_BYTES = 512 * 1024**2  # size of the inputs that go through the head at once
 SHORTEST = 16  # positions of the shortest bucket, and the step between two buckets of up to 64 positions
+NOT_CAPTURED = "training steps cannot be CUDA graphs (%s): training continues eagerly"
 WARM_UPS = 2  # steps before a capture, in which kernels are compiled and libraries allocate memory
 
 
@@ -68,6 +69,7 @@ class CapturedSteps:
         self.total = torch.zeros((), dtype=torch.double, device=self.device)
         self.buckets: dict[int, Bucket] = {}
         self.failed = False  # a capture has failed
+        self.rows = self.source.rows if isinstance(self.source, OnDevice) else self.new_rows()  # [r, d_emb]
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         # Warm-up steps and steps that are too large for a graph run without one, which is no mistake.
         trainer.optimizer._warned_capturable_if_run_uncaptured = True
@@ -148,12 +150,16 @@ class CapturedSteps:
         b, n_inp = self.trainer.recipe.batch_size, n_pos * self.depth
         size = self.trainer.n_members * b * (n_inp + self.d_emb)
         draws = torch.empty(size, device=self.device)  # [k b (n_inp + d_emb)]
-        if isinstance(self.source, OnDevice):
-            rows = self.source.rows  # [r, d_emb]
-        else:
-            # float32, since some texts may be stored as bfloat16, others as float16.
-            rows = torch.zeros(b * n_inp, self.d_emb, device=self.device)  # [r, d_emb]
+        rows = self.rows if self.resident else self.rows[: b * n_inp]  # [r, d_emb]
         return Bucket(n_pos, self.kept_per_sample(n_pos), draws, rows)
+
+    def new_rows(self) -> Tensor:
+        """Return memory for the hidden states of a step, [r, d_emb], which all buckets share."""
+        lengths = {padded(self.source.lengths[k]) for k in self.trainer.task.train}
+        longest = max(filter(self.fits, lengths), default=0)
+        n = self.trainer.recipe.batch_size * longest * self.depth
+        # float32, since some texts may be stored as bfloat16, others as float16.
+        return torch.zeros(n, self.d_emb, device=self.device)
 
     def capture(self, bucket: Bucket) -> Callable[[], object] | None:
         """Return a function that takes a step with the buffers of a bucket, None if the head forbids it."""
@@ -174,7 +180,7 @@ class CapturedSteps:
             with torch.cuda.stream(current), torch.cuda.graph(graph, self.pool, None, "thread_local"):
                 self.step(bucket)
         except RuntimeError as error:  # a step needs values on the host, or memory runs out
-            logger.warning("training steps cannot be CUDA graphs (%s): training continues eagerly", error)
+            logger.warning(NOT_CAPTURED, error)
             self.failed = True
         with torch.no_grad():
             torch._foreach_copy_(state, before)
@@ -245,7 +251,13 @@ class CapturedSteps:
 
 def captured_steps(trainer: "Trainer") -> CapturedSteps | None:
     """Return the steps of a trainer as CUDA graphs, None if it takes all steps eagerly."""
-    return CapturedSteps(trainer) if trainer.capturable and trainer.task.train else None
+    if not (trainer.capturable and trainer.task.train):
+        return None
+    try:
+        return CapturedSteps(trainer)
+    except torch.cuda.OutOfMemoryError as error:
+        logger.warning(NOT_CAPTURED, error)
+        return None
 
 
 def padded(n: int) -> int:
@@ -254,6 +266,7 @@ def padded(n: int) -> int:
     Buckets are 16, 32, 48, 64, 80, 96, 112, 128, 160, ... : from 64 on, four for each doubling. So a bucket
     is at most a quarter or 15 positions longer than its samples, and a few buckets cover all lengths.
     """
+    n = max(n, 1)  # samples without positions
     step = max(SHORTEST, 2 ** ((n - 1).bit_length() - 3))
     return -(-n // step) * step
 

@@ -11,9 +11,7 @@ from vecroute.encoders.ahead import ahead
 from vecroute.encoders.text import length_batches
 from vecroute.training.recipe import Source
 
-MEMORY_SHARE = (
-    0.4  # share of the free memory of a GPU that hidden states may take; filling takes twice as much
-)
+MEMORY_SHARE = 0.4  # share of the free memory of a GPU for hidden states; copying them takes twice as much
 PART_BYTES = 256 * 1024**2  # size of the hidden states that are read at a time
 AHEAD = 2  # batches that are read before they are needed
 READERS = 4  # threads that read and check hidden states from the disk
@@ -45,7 +43,7 @@ class OnDevice:
         """Return hidden states [b, n_pos, depth, d_emb], zero at padding, and a mask [b, n_pos]."""
         index = torch.tensor(which)  # [b]
         lengths = torch.tensor([self.lengths[k] for k in which])[:, None]  # [b, 1]
-        position = torch.arange(int(lengths.max()))  # [n_pos]
+        position = torch.arange(max(int(lengths.max()), 1))  # [n_pos]
         mask = position < lengths  # [b, n_pos]
         position = (self.first[index][:, None] + position).masked_fill(~mask, 0)  # [b, n_pos]
         position, mask = position.to(self.rows.device), mask.to(self.rows.device)
