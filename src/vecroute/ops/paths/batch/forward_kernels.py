@@ -6,18 +6,17 @@
 import triton
 import triton.language as tl
 
+from vecroute.ops.backends.fused.functions import top_below
 from vecroute.ops.paths.batch.tiles import (
     LENGTHS,
-    competition,
     flat_prior,
     load_betas,
-    rows_used,
+    responsibilities,
+    rows_of,
     store_to_sum,
     tile_of,
     times_M,
-    top_below,
     used_pairs,
-    without_units,
 )
 
 
@@ -74,49 +73,51 @@ def halves_kernel(
     tl.store(out + b * out_b + row * half_i + o_d, (b_M * (16384.0 / top)).to(tl.float16), mask=o_d < half_i)
 
 
+@triton.jit
+def store_phi(b_phi, phi, phi_tops, phi_sums, phi_out, x_tops, o_r, o_j, m_r, m_i, m_j, n_out,
+              SHOWN: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """Store phi of a tile for ``sums_kernel``, and if SHOWN for the caller. It is 0 at unused pairs."""
+    m = m_r[:, None] & m_j[None, :]
+    if SHOWN:
+        tl.store(phi_out + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=m)
+    store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, o_r, o_j, m_i, m_j, m, n_out, HALF)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def first_kernel(
     x, M, bias, x_tops, M_tops,  # [r, d]; where not FIXED [q, d] rows for c_sum and c_ign, and [q]; [r], [q]
     beta_use, beta_ign,  # [i, j] each, where FIXED
     f, use, tiles,  # [r], [b, i, j] where MASKED, [n, 3] where PACKED
     c, phi, phi_tops, phi_sums, phi_out,  # [r, 2 j] where not FIXED, [r, j], [n], [n, j], [r, j] where SHOWN
-    n_inp, per_sample, n_out, d_inp, x_i, M_i, use_b, use_i, use_j,  # and strides
+    n_inp, per_sample, n_out, d_inp, use_b, use_i, use_j,  # sizes, where d_inp is padded if HALF, and strides
     PRIOR: tl.constexpr, SHOWN: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Run the first iteration: the betas, and phi under the flat prior."""
+    T: tl.constexpr = f.dtype.element_ty
     b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(0), BLOCK_I, PACKED)
     if first >= end:
         return
-    o_r, o_j = first + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_J)
-    m_j, o_i = o_j < n_out, o_r - b * n_inp
-    b_f = tl.load(f + o_r, mask=o_r < end, other=0.0)
-    m_i = rows_used(b_f, o_r < end, UNUSED)
+    first_i = first - b * n_inp
+    x, x_tops, use = x + first * d_inp, x_tops + first, use + (b * use_b + first_i * use_i)
+    o_r, o_j, m_r, m_i, m_j, b_f = rows_of(f + first, end - first, n_out, UNUSED, BLOCK_I, BLOCK_J)
     m = m_i[:, None] & m_j[None, :]
-    m_used = used_pairs(use, b * use_b + o_i[:, None] * use_i, o_j[None, :], use_j, m, MASKED)
+    m_used = used_pairs(use, o_r, o_j, use_i, use_j, m, MASKED)
     if FIXED:
-        c_sum, c_ign = load_betas(beta_use, beta_ign, o_i[:, None] * n_out + o_j[None, :], m, True, T)
+        c_sum, c_ign = load_betas(beta_use, beta_ign, first, first_i, o_r, o_j, m, n_out, True, T)
     else:
-        both = times_M(
-            x, M, o_r, m_i, n_out, d_inp, x_i, M_i, 2, BLOCK_I, BLOCK_J, BLOCK_K, OPERAND, PRECISION, T
-        )
-        c_sum, c_ign = tl.split(tl.reshape(both, [BLOCK_I, BLOCK_J, 2]))
-        c_sum = without_units(c_sum, x_tops, M_tops, o_r, o_j, m_i, m_j, HALF)
-        c_ign = without_units(c_ign, x_tops, M_tops + n_out, o_r, o_j, m_i, m_j, HALF)
+        c_sum, c_ign = times_M(x, M, x_tops, M_tops, 0, o_r, o_j, m_i, m_j, n_out, d_inp, 2, BLOCK_K, HALF,
+                               OPERAND, PRECISION, T)  # fmt: skip
         c_sum += tl.load(bias + o_j, mask=m_j, other=0.0)[None, :]
         c_ign += tl.load(bias + n_out + o_j, mask=m_j, other=0.0)[None, :]
-        p_c = c + o_r[:, None] * (2 * n_out) + o_j[None, :]
+        p_c = c + first * (2 * n_out) + o_r[:, None] * (2 * n_out) + o_j[None, :]
         tl.store(p_c, c_sum, mask=m)
         tl.store(p_c + n_out, c_ign, mask=m)
     R = flat_prior(m_used, PRIOR, MASKED, T)
     b_phi = tl.where(m_used, (c_sum * R - c_ign) * b_f[:, None], 0.0)
-    m_all = (o_r < end)[:, None] & m_j[None, :]
-    if SHOWN:
-        tl.store(phi_out + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=m_all)
-    store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j,
-                 m_all,
-                 n_out, HALF)  # fmt: skip
+    phi, phi_out = phi + first * n_out, phi_out + first * n_out
+    store_phi(b_phi, phi, phi_tops, phi_sums, phi_out, x_tops, o_r, o_j, m_r, m_i, m_j, n_out, SHOWN, HALF)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -124,52 +125,26 @@ def next_kernel(
     x, M, x_tops, M_tops,  # [r, d], [b, q, d] with x_hat from row M_0 on, [r], [b, q]
     c_sum, c_ign, W_S, B_S, f, use, tiles,  # [r, 2 j] or [i, j], [1 or i, j] twice, [r], as above
     phi, phi_tops, phi_sums, phi_out,  # as above
-    n_inp, per_sample, n_out, d_inp, x_i, M_i, n_M, M_0, c_i, c_0, use_b, use_i, use_j,  # n_M: q
+    n_inp, per_sample, n_out, d_inp, n_M, M_0, use_b, use_i, use_j,  # as above; n_M: q
     SHOWN: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
-    UNUSED: tl.constexpr,
-    HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, T: tl.constexpr,
+    UNUSED: tl.constexpr, HALF: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Run a later iteration: phi = f (c_sum R - c_ign), with R from the scores of x_hat."""
+    T: tl.constexpr = f.dtype.element_ty
     b, first, end = tile_of(tiles, n_inp, per_sample, tl.program_id(0), BLOCK_I, PACKED)
     if first >= end:
         return
-    o_r, o_j = first + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_J)
-    m_j, o_i = o_j < n_out, o_r - b * n_inp
-    b_f = tl.load(f + o_r, mask=o_r < end, other=0.0)
-    m_i = rows_used(b_f, o_r < end, UNUSED)
-    M_row = b * n_M + M_0
-    z = times_M(
-        x,
-        M + M_row * M_i,
-        o_r,
-        m_i,
-        n_out,
-        d_inp,
-        x_i,
-        M_i,
-        1,
-        BLOCK_I,
-        BLOCK_J,
-        BLOCK_K,
-        OPERAND,
-        PRECISION,
-        T,
-    )
-    z = without_units(z, x_tops, M_tops + M_row, o_r, o_j, m_i, m_j, HALF)
+    first_i = first - b * n_inp
+    x, x_tops, use = x + first * d_inp, x_tops + first, use + (b * use_b + first_i * use_i)
+    o_r, o_j, m_r, m_i, m_j, b_f = rows_of(f + first, end - first, n_out, UNUSED, BLOCK_I, BLOCK_J)
+    dot, _ = times_M(x, M, x_tops, M_tops, b * n_M + M_0, o_r, o_j, m_i, m_j, n_out, d_inp, 1, BLOCK_K, HALF,
+                     OPERAND, PRECISION, T)  # fmt: skip
     m = m_i[:, None] & m_j[None, :]
-    m_used = used_pairs(use, b * use_b + o_i[:, None] * use_i, o_j[None, :], use_j, m, MASKED)
-    o_S = (o_i * (n_out if FIXED else 0))[:, None] + o_j[None, :]
-    if FIXED:
-        z *= tl.load(W_S + o_S, mask=m, other=0.0).to(T)
-    z += tl.load(B_S + o_S, mask=m, other=0.0).to(T)
-    R, _ = competition(z, m_used)
-    o_c = (o_i if FIXED else o_r)[:, None] * c_i + o_j[None, :]
-    b_sum, b_ign = load_betas(c_sum, c_ign + c_0, o_c, m, FIXED, T)
+    m_used = used_pairs(use, o_r, o_j, use_i, use_j, m, MASKED)
+    o_S = first_i * (n_out if FIXED else 0)
+    R, _ = responsibilities(dot, W_S + o_S, B_S + o_S, o_r, o_j, m, m_used, n_out, FIXED, T)
+    b_sum, b_ign = load_betas(c_sum, c_ign, first, first_i, o_r, o_j, m, n_out, FIXED, T)
     b_phi = tl.where(m_used, (b_sum * R - b_ign) * b_f[:, None], 0.0)
-    m_all = (o_r < end)[:, None] & m_j[None, :]
-    if SHOWN:
-        tl.store(phi_out + o_r[:, None] * n_out + o_j[None, :], b_phi, mask=m_all)
-    store_to_sum(b_phi, phi, phi_tops, phi_sums, x_tops, tl.program_id(0).to(tl.int64), o_r, o_j, m_i, m_j,
-                 m_all,
-                 n_out, HALF)  # fmt: skip
+    phi, phi_out = phi + first * n_out, phi_out + first * n_out
+    store_phi(b_phi, phi, phi_tops, phi_sums, phi_out, x_tops, o_r, o_j, m_r, m_i, m_j, n_out, SHOWN, HALF)

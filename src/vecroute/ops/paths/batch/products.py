@@ -7,7 +7,8 @@ one output j of one sample b.
 import triton
 import triton.language as tl
 
-from vecroute.ops.paths.batch.tiles import multiply, top_below
+from vecroute.ops.backends.fused.functions import top_below
+from vecroute.ops.paths.batch.tiles import multiply
 
 
 @triton.jit

@@ -162,13 +162,13 @@ def launch_backward(steps: Steps, stream: Recorder, at: Pointers) -> None:
     none = f
     grad_out, use, cu = at["grad_x_out"], at.get("use", none), at.get("cu_seqlens", none)
     x = kept["x"] if steps.half else at["x_inp"]
-    n, tiles, parts = kept["sqrt_n_inp"], kept.get("tiles", none), t.get("pair_parts", none)
+    n, tiles, grad_c = kept["sqrt_n_inp"], kept.get("tiles", none), t["grad_c"]
     x_tops, M_tops, shared_tops = (kept.get(name, none) for name in ("x_tops", "M_tops", "shared_tops"))
     c = (kept["c"], kept["c"]) if case.variable else (at["beta_use"], at["beta_ign"])
     to_sum = t["to_sum"], t["tops"], t["tile_sums"]
     workspace = (t["workspace"],) if steps.large else ()
     tops = t["row_tops"]  # tops of all iterations, the last iteration first
-    after = t.get("grad_c", none), t["grad_f"], parts, *to_sum
+    after = grad_c, t["grad_f"], *to_sum
     for k in reversed(range(case.n_iters)):
         steps.grad_u(stream, grad_out, at["W_F2"], t["grad_u"], *workspace)
         grad_y = t["rows"] if steps.half else M
@@ -183,7 +183,7 @@ def launch_backward(steps: Steps, stream: Recorder, at: Pointers) -> None:
         if k == 0:
             steps.first_backward(
                 stream, x, M, x_tops, M_tops, shared_tops, *c, f, n, t["grad_s"], use, tiles, t["results"],
-                tops, row(stream, steps, tops, steps.last), *after,
+                tops, *after,
             )  # fmt: skip
             break
         steps.next_backward[k](
@@ -213,7 +213,7 @@ def launch_backward(steps: Steps, stream: Recorder, at: Pointers) -> None:
         names = "W_use", "W_ign", "B_use", "B_ign", "W_A", "B_A"
         steps.shared_backward(stream, *of_shared, *(to[name] for name in names))
     else:
-        steps.sum_pairs(stream, parts, to["beta_use"], to["beta_ign"], to["W_S"], to["B_S"])
+        steps.sum_pairs(stream, grad_c, to["beta_use"], to["beta_ign"], to["W_S"], to["B_S"])
         steps.activations_backward(stream, at["x_inp"], f, t["grad_f"], n, to["W_A"], to["B_A"])
     if "grad_x" in at:
         top = row(stream, steps, tops, steps.last)

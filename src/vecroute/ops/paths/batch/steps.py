@@ -52,7 +52,7 @@ class Steps(Sizes):
         # The rounding of products of small matrices.
         small = "ieee" if self.dtype == torch.float64 else "tf32" if self.case.tf32 else "tf32x3"
         self.small = {"PRECISION": small, "T": self.T}
-        self.precision = {"HALF": self.half, "OPERAND": TL[operand], "PRECISION": plan.precision, "T": self.T}
+        self.precision = {"HALF": self.half, "OPERAND": TL[operand], "PRECISION": plan.precision}
         self.make_memory()
         self.make_forward()
         self.make_backward()
@@ -124,7 +124,7 @@ class Steps(Sizes):
             }
             back |= {"whole_parts": ((n, q + EXTRA, d), f), "whole_totals": ((n, q + EXTRA), f)}
         else:
-            back |= {"pair_parts": ((4, b, self.n_inp, j), f)}
+            back |= {"grad_c": ((4, b, self.n_inp, j), f)}
         self.temporary, self.back = (Memory(arrays | rows | sums | workspace) for arrays in (temporary, back))
 
     # Launches
@@ -152,17 +152,14 @@ class Steps(Sizes):
         block = blocks.of_tiles(j, half=self.half, forward=True)
         shown = [case.need_phi and k == self.last for k in range(case.n_iters)]
         self.first = self.tiles(
-            forward_kernels.first_kernel, "xMfffwwfmifpfff",
-            (j, self.x_i, self.x_i, self.x_i, *self.use), block,
+            forward_kernels.first_kernel, "xMfffwwfmifpfff", (j, self.x_i, *self.use), block,
             PRIOR=case.prior, SHOWN=shown[0], **kinds,
         )  # fmt: skip
-        c_i, c_0, c = (2 * j, j, "ff") if case.variable else (j, 0, "ww")
+        c = "ff" if case.variable else "ww"
         self.next = [
             self.tiles(
                 forward_kernels.next_kernel, f"xMff{c}wwfmipfff",
-                (j, self.x_i, self.x_i, self.x_i, self.n_M, (2 * k - 1) * j, c_i, c_0, *self.use), block,
-                SHOWN=shown[k],
-                **kinds,
+                (j, self.x_i, self.n_M, (2 * k - 1) * j, *self.use), block, SHOWN=shown[k], **kinds,
             )
             for k in range(case.n_iters)
         ]  # fmt: skip
@@ -357,28 +354,22 @@ class Steps(Sizes):
     def make_pairs_backward(self, fresh: list[int]) -> None:
         case, b, j, d = self.case, self.batch, self.n_out, self.d
         kinds = {"FIXED": not case.variable, "MASKED": case.use_strides is not None, "UNUSED": self.unused}
-        c_i, c_0, c = (2 * j, j, "ff") if case.variable else (j, 0, "ww")
+        c = "ff" if case.variable else "ww"
         block = blocks.of_tiles(j, half=self.half, forward=False)
 
         def sizes(k: int) -> tuple[int, ...]:
-            of_M = self.x_i, self.x_i, self.x_i, self.n_M, self.blocks_of[k] * j
-            return j, *of_M, c_i, c_0, *self.use, self.results_i, self.n_inp * j
+            return j, self.x_i, self.n_M, self.blocks_of[k] * j, *self.use, self.results_i, self.n_rows
 
         self.next_backward = [
             self.tiles(
-                backward_kernels.next_backward_kernel,
-                f"xMff{c}wwffmipfffffpff",
-                sizes(k),
-                block,
-                FRESH=bool(fresh[k]),
-                **kinds,
+                backward_kernels.next_backward_kernel, f"xMff{c}wwffmipffffpff", sizes(k), block,
+                FRESH=bool(fresh[k]), **kinds,
             )
             for k in range(case.n_iters)
-        ]
+        ]  # fmt: skip
         self.first_backward = self.tiles(
-            backward_kernels.first_backward_kernel, f"xMfff{c}fffmipfffffpff",
-            (*sizes(0), self.n_rows), block,
-            PRIOR=case.prior, N_ITERS=case.n_iters, FRESH=bool(fresh[0]), **kinds,
+            backward_kernels.first_backward_kernel, f"xMfff{c}fffmipfffpff", sizes(0), block,
+            PRIOR=case.prior, N_ITERS=case.n_iters, **kinds,
         )  # fmt: skip
         if case.variable:
             self.sum_shared = self.sum(self.n_shared, whole=True)

@@ -17,12 +17,13 @@ def input_gradient_kernel(
     n_inp, per_sample, n_columns, n_M, d_inp, results_i, M_i, shared, n_blocks,
     FIXED: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr, T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute grad_x = results M + grad_a W_A; 0 at unused inputs.
 
     After the n_M rows of M of a sample come the rows that all samples share, which begin at M + shared.
     """
+    T: tl.constexpr = f.dtype.element_ty
     # Neighbouring programs use the same rows of results, so that these come from the cache.
     pid = tl.program_id(0)
     b, first, end = tile_of(tiles, n_inp, per_sample, pid // n_blocks, BLOCK_I, PACKED)
@@ -86,13 +87,14 @@ def sums_kernel(
     n_part,  # tiles of a part
     WHOLE: tl.constexpr, EXTRA: tl.constexpr, PACKED: tl.constexpr, UNUSED: tl.constexpr, HALF: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, T: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum pairs^T x, and pairs, over inputs. A part is n_part tiles of one sample, or of all if WHOLE.
 
     If WHOLE, there are EXTRA more rows, with programs of their own. Their sums are the gradients of W_A
     (grad_a^T x) and of B_A. BLOCK_I is the number of rows of a tile, as in the kernels that stored the pairs.
     """
+    T: tl.constexpr = f.dtype.element_ty
     part = tl.program_id(1).to(tl.int64)
     first, end = part * 0, part * 0
     if WHOLE:
