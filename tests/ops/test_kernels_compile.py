@@ -30,7 +30,7 @@ from vecroute.ops.backends.fused import steps as fused_steps
 from vecroute.ops.backends.fused import sums as fused_sums
 
 POINTERS = "x f a b out phi pairs results dot use c_sum c_ign sqrt_n_inp scaled W_A B_A W_S B_S grad_x"
-POINTERS += " top tops weights parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
+POINTERS += " top tops M_tops parts sum_0 sum_1 sum_2 sum_3 y s u g W_F1 B_F2 W_G2 B_G2 x_out"
 POINTERS += " beta_use beta_ign sums values W_use W_ign B_use B_ign bias"
 POINTERS = POINTERS.split()
 
@@ -56,9 +56,9 @@ def compile(kernel, num_warps, descriptors={}, **constants):
     print(kernel.__name__)
 
 
-blocks = {"BLOCK_I": 8, "BLOCK_J": 128, "TILES": 2, "VEC": 4, "T": tl.float32}
-fixed = {"FIRST": False, "FIXED": True, "FLAT": False, "MASKED": True, "TRANSPOSED": True, **blocks}
-variable = {"FIRST": True, "FIXED": False, "FLAT": True, "MASKED": False, "TRANSPOSED": False, **blocks}
+blocks = {"BLOCK_I": 8, "BLOCK_J": 128, "TILES": 2, "VEC": 4}
+fixed = {"FIRST": False, "FIXED": True, "MASKED": True, "TRANSPOSED": True, **blocks}
+variable = {"FIRST": True, "FIXED": False, "MASKED": False, "TRANSPOSED": False, **blocks}
 fixed |= {"C_OF_ALL": True, "BOTH": False, "PRIOR": 0.0}
 variable |= {"C_OF_ALL": False, "BOTH": True, "PRIOR": 0.01}
 compile(fused_pairs.coefficients_kernel, 4, ACTIVATE=False, **fixed)

@@ -26,8 +26,9 @@ class InputGradient:
     of c, because c has the same matrix in all of them. If pairs do not fit, every pass adds its product to
     grad_x.
 
-    On the long path, waiting pairs are float16 (``halved``). A row is divided by its scale ``top``, the power
-    of two below its greatest element so far, and multiplied by ``weights``, one for each column of a pass.
+    On the long path, waiting pairs are float16 (``halved``). Each column is multiplied by the top of its row
+    of M (``M_tops``). Then each row is divided by its own ``top``, the power of two below its greatest
+    element so far.
     """
 
     def __init__(self, p: Problem, grad_x: Tensor | None, grad_W_A: Tensor | None = None):
@@ -44,7 +45,7 @@ class InputGradient:
         elif self.apart:
             shape = *p.x_inp.shape[:2], multiple_of_8(plan.n_all)
             self.place = p.x_inp.new_empty(shape, dtype=p.dtype)  # [b, i, w + q]
-        self.top = self.weights = None  # type: Any
+        self.top = self.M_tops = None  # type: Any
         if self.halved:
             self.top = self.place.new_zeros(plan.case.n_iters + 1, self.place.shape[1])  # [1 + t, i]
             self.place = self.place.view(torch.float16)  # [1, i, 2 d]
@@ -115,7 +116,7 @@ class InputGradient:
         if self.halved:
             all_columns = [*self.columns, columns] if columns.first else [columns]
             matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [1, q, d] each
-            M, self.weights = p.path.scaled_matrix(self.plan, matrices, columns.first)  # and [q]
+            M, self.M_tops = p.path.scaled_matrix(self.plan, matrices, columns.first)  # and [q]
             return M
         if columns.first and self.waits:
             return p.pairs.stacked(self.M[samples], columns.shared)  # [b, w + q, d]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vecroute.ops.backends.fused.functions import logistic
 from vecroute.ops.backends.fused.pair_kernels import in_units
 from vecroute.ops.chunks import Chunk, Room, has_all_rows
 from vecroute.ops.columns import Columns
@@ -29,12 +30,10 @@ def scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m):
 
 
 @triton.jit
-def logistic(z, m):
-    """Return f(z), 0 outside of the row, and 1 - f(z), which keeps its digits if f(z) is almost 1."""
-    small = tl.exp(-tl.abs(z))
-    large = 1.0 / (1.0 + small)
-    small *= large
-    return tl.where(m, tl.where(z < 0.0, small, large), 0.0), tl.where(z < 0.0, large, small)
+def f_of_row(z, m):
+    """Return f(z), 0 outside of the row, and 1 - f(z)."""
+    small, q, rest = logistic(z)
+    return tl.where(m, tl.where(z < 0.0, small * q, q), 0.0), rest
 
 
 @triton.jit
@@ -77,7 +76,7 @@ def rows_kernel(
         else:
             o_dot = o_pair * dot_i * VEC
             z, _, _ = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
-            R, _ = logistic(z, m)
+            R, _ = f_of_row(z, m)
             of_row = tl.sum(R, 0)
             if of_row < 1e-30:
                 R = of_small(dot, W_S, B_S, o_dot, o_S, o_j, m)
@@ -149,7 +148,7 @@ def rows_backward_kernel(
         else:
             o_dot = (o_pair * dot_i + dot_0) * VEC
             z, b_dot, b_W = scores_of_row(dot, W_S, B_S, o_dot, o_S, o_j, m)
-            R, rest = logistic(z, m)
+            R, rest = f_of_row(z, m)
             # Compute three sums in one reduction, because each reduction waits for all threads.
             ignored, of_row, used = tl.reduce((b_ign * grad_phi, R, R * (b_sum * grad_phi)), 0, add_three)
             if of_row < 1e-30:

@@ -42,10 +42,10 @@ def pair_arguments(p: Problem, like: Chunk, c, f: Tensor, first: bool, strides: 
         "c_sum": c_sum, "c_ign": c_ign, "W_S": p.w.W_S, "B_S": p.w.B_S, "use": use, "f": f,
         "sqrt_n_inp": p.sqrt_n_inp[like.samples], "n_inp": like.shape[1], "f_b": f.stride(0),
         "use_b": use_strides[0], "use_i": use_strides[1], "use_j": use_strides[2],
-        "FIRST": first, "FIXED": fixed, "FLAT": flat, "BOTH": flat and both, "MASKED": p.use is not None,
+        "FIRST": first, "FIXED": fixed, "BOTH": flat and both, "MASKED": p.use is not None,
         "PRIOR": p.prior if flat else 0.0,  # a constant: Triton compiles a kernel for each value
         "TRANSPOSED": transposes(p, like), "C_OF_ALL": has_all_rows(c_sum, like),
-        "T": triton_dtype(p), **in_units(strides, p.n_out),
+        **in_units(strides, p.n_out),
     }  # fmt: skip
 
 
@@ -128,11 +128,10 @@ def backward(
     tops = into.top[len(into.columns) :] if into.halved else f  # [2 or more, i]
     launch = partial(
         coefficients_backward_kernel[cdiv(i, block["BLOCK_I"]), b],
-        pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, grad_a=results[..., columns.a :],
+        pairs=pairs, results=results, grad_s=grad_s, grad_f=grad_f, a_0=columns.a,
         grad_sum=of_pairs[0], grad_ign=of_pairs[1], grad_W_S=of_pairs[-2], grad_B_S=of_pairs[-1],
-        fresh=int(stored), ADDS_UP=columns.adds_up, grad_s_b=grad_s.stride(0), grad_dot=to_sum,
-        n_a=results.shape[-1] - columns.a, weights=into.weights if into.halved else f, tops=tops,
-        tops_t=tops.stride(0), HALVED=into.halved, RESULTS_OF_ALL=has_all_rows(results, like),
+        fresh=int(stored), ADDS_UP=columns.adds_up, grad_dot=to_sum, tops=tops, HALVED=into.halved,
+        M_tops=into.M_tops if into.halved else f, RESULTS_OF_ALL=has_all_rows(results, like),
         GRADS_OF_ALL=has_all_rows(of_pairs[0], like), **block,
         **pair_arguments(p, like, c, f, first, strides),
     )  # fmt: skip
