@@ -12,11 +12,11 @@ from vecroute.ops.plan import Plan
 
 
 def scaled_matrix(plan: Plan, matrices: list[Tensor], first: bool) -> tuple[Tensor, Tensor]:
-    """Return M in the layout of ``input_gradient``, and the scales of the rows of M for the newest pairs.
+    """Return M in the layout of ``input_gradient``, and the tops of the rows of M for the newest pairs.
 
     Args:
         matrices: [1, q, d] in the first iteration one for every iteration whose pairs wait, then its own. The
-            other iterations pass only their own, because they need its scales but not yet M.
+            other iterations pass only their own, because they need its tops but not yet M.
     """
     if first and plan.halves == "hopper":
         return by_rows.scaled_matrix(matrices, plan.case.n_out)
@@ -30,7 +30,7 @@ def input_gradient(plan: Plan, waiting, phi, M, top, x, W_A, grad_x, grad_W_A, g
         waiting: [i, w] phi and the gradient of dot of every iteration but the first, in float16.
         phi: [i, j] of the first iteration, in float16.
         M: from ``scaled_matrix``.
-        top: [t, i] the scales of pairs: powers of two, or 0.
+        top: [t, i] the tops of pairs, powers of two.
         x, W_A: [i, n], grad_a: [i].
     """
     multiply = by_rows.input_gradient if plan.halves == "hopper" else halves.input_gradient

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vecroute.ops.common import cdiv
 from vecroute.ops.paths.long import hopper
-from vecroute.ops.paths.long.halves import row_scales
+from vecroute.ops.paths.long.halves import row_tops
 from vecroute.ops.plan import limits
 from vecroute.ops.plan.hopper import by_rows_bytes
 
@@ -21,8 +21,8 @@ GROUPS, ROWS = 2, 64  # groups of 128 threads in a block, and rows per group
 
 
 @triton.jit
-def columns_kernel(M, scales, out, k, d):  # [k, d], [k], [d / 64, tiles, 64, 8, 8]
-    """Store 2^14 M / scales in out, 64 columns d at a time, in the order in which threads multiply.
+def columns_kernel(M, tops, out, k, d):  # [k, d], [k], [d / 64, tiles, 64, 8, 8]
+    """Store 2^14 M / tops in out, 64 columns d at a time, in the order in which threads multiply.
 
     Tensor cores read it from shared memory. A row there has 64 numbers, in groups of eight. The place of a
     group depends on the row, so that the groups of 8 rows are in different banks.
@@ -34,7 +34,7 @@ def columns_kernel(M, scales, out, k, d):  # [k, d], [k], [d / 64, tiles, 64, 8,
     o = tl.arange(0, 64)
     row, column = tile * 64 + o[:, None], part * 64 + o[None, :]
     b_M = tl.load(M + row * d + column, mask=row < k, other=0.0)
-    b_M = b_M / tl.load(scales + row, mask=row < k, other=1.0) * 16384.0
+    b_M = b_M / tl.load(tops + row, mask=row < k, other=1.0) * 16384.0
     # Split rows into 2 x 4 x 4 x 2 and columns into 4 x 4 x 2 x 2, and permute these axes.
     b_M = b_M.to(tl.float16).reshape(2, 4, 4, 2, 4, 4, 2, 2).permute(4, 6, 5, 7, 0, 2, 1, 3).reshape(64, 64)
     place, step = o[:, None], o[None, :]
@@ -42,22 +42,22 @@ def columns_kernel(M, scales, out, k, d):  # [k, d], [k], [d / 64, tiles, 64, 8,
     tl.store(out + place * 64 + (step // 8 ^ place % 8) * 8 + step % 8, b_M)
 
 
-def by_columns(M: Tensor, scales: Tensor) -> Tensor:
-    """Return 2^14 M / scales in float16, [d / 64, k / 64, 64, 8, 8], from M [k, d] and scales [k, 1].
+def by_columns(M: Tensor, tops: Tensor) -> Tensor:
+    """Return 2^14 M / tops in float16, [d / 64, k / 64, 64, 8, 8], from M [k, d] and tops [k, 1].
 
     Zeros fill k up to a multiple of 64.
     """
     (k, d), tiles = M.shape, cdiv(len(M), 64)
     out = M.new_empty(d // 64, tiles, 64, 8, 8, dtype=torch.float16)
-    columns_kernel[tiles, d // 64](M, scales, out, k, d)
+    columns_kernel[tiles, d // 64](M, tops, out, k, d)
     return out
 
 
 def scaled_matrix(matrices: list[Tensor], n_out: int) -> tuple[Tensor, Tensor]:
     """Do the same as ``long.scaled_matrix`` in the first iteration."""
     M = torch.cat([M[0] for M in matrices])  # [w + j, d]
-    scales = row_scales(M)  # [w + j, 1]
-    return by_columns(M, scales), scales[-n_out:].flatten()
+    tops = row_tops(M)  # [w + j, 1]
+    return by_columns(M, tops), tops[-n_out:].flatten()
 
 
 def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:

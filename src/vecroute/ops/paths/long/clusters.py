@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vecroute.ops.common import cdiv, multiple_of_8
 from vecroute.ops.paths.long import hopper
-from vecroute.ops.paths.long.halves import row_scales
+from vecroute.ops.paths.long.halves import row_tops
 from vecroute.ops.plan import limits
 from vecroute.ops.plan.hopper import cluster_bytes
 from vecroute.ops.problem import Problem
@@ -35,7 +35,7 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
     else:
         assert p.units is not None
         units, unit_sums = p.units  # [i], []
-        unit_x_hat = row_scales(x_hat)[0] / 2**14  # [j, 1]
+        unit_x_hat = row_tops(x_hat)[0] / 2**14  # [j, 1]
         halves = (x_hat[0] / unit_x_hat).half()  # [j, d]
     w, x = p.w, p.x_inp[0]  # [i, d]
     arguments = [

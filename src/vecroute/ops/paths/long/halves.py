@@ -2,7 +2,7 @@
 
 The gradient of x_inp is a product of pairs with a small matrix M, plus grad_a W_A. Both operands of the
 product are float16, which has the digits of tf32, at half the bytes and twice the rate. The range of float16
-is too small for unscaled numbers, so each row of pairs and of M is divided by its scale.
+is too small for unscaled numbers, so each row of pairs and of M is divided by its top (see ``row_tops``).
 """
 
 import torch
@@ -22,7 +22,7 @@ def input_gradient_kernel(
     waiting,  # [i, w] pairs of the iterations after the first, side by side
     phi,  # [i, j] phi of the first iteration
     M,  # [n, k] the matrices of all iterations, each padded to whole blocks of columns
-    top,  # [t, i] the scales of pairs, in the order of the backward pass: the first iteration comes last
+    top,  # [t, i] the tops of pairs, in the order of the backward pass: the first iteration comes last
     x, W_A, grad_x, grad_W_A,  # [i, n]
     grad_a,  # [i] gradient of W_A x_inp
     n_rows,
@@ -36,7 +36,7 @@ def input_gradient_kernel(
 ):  # fmt: skip
     """Compute grad_x = sum_t top_t (pairs_t M_t) + grad_a W_A, and grad_W_A = grad_a x_inp.
 
-    The scales top_t of a row rise with t.
+    The tops top_t of a row rise with t.
     """
     # Neighbouring programs use the same rows of pairs, so that these come from the cache.
     row = tl.program_id(0) // n_blocks * BLOCK_I
@@ -47,8 +47,8 @@ def input_gradient_kernel(
     total = tl.zeros([BLOCK_I, BLOCK_N], tl.float32)  # in units of b_top, which rises with t
     b_top = tl.full([BLOCK_I], 1.0, tl.float32)
     for t in tl.static_range(WAITING + 1):
-        before, b_top = b_top, tl.load(top + t * top_t + o_i, mask=m_i, other=0.0)
-        total *= (before / tl.where(b_top == 0.0, 1.0, b_top))[:, None]
+        before, b_top = b_top, tl.load(top + t * top_t + o_i, mask=m_i, other=1.0)
+        total *= (before / b_top)[:, None]
         if t < WAITING:
             for k in range(0, 2 * n_out, BLOCK_K):
                 b_M = M.load([column, t * padded + k]).T
@@ -78,27 +78,28 @@ def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_
             )  # fmt: skip
 
 
-def row_scales(M: Tensor) -> Tensor:
-    """Return the greatest absolute value of each row of M [..., q, d], or 1 if a GPU cannot divide by it."""
+def row_tops(M: Tensor) -> Tensor:
+    """Return the tops of rows of M [..., q, d] in float32, as ``backends.fused.functions.top_below`` does."""
     greatest = torch.linalg.vector_norm(M, torch.inf, -1, keepdim=True)  # [..., q, 1]
-    return greatest.masked_fill_(greatest < 1e-37, 1)
+    bits = greatest.view(torch.int32).bitwise_and_(0x7F800000).clamp_(min=32 << 23)  # [..., q, 1]
+    return bits.view(torch.float32)  # [..., q, 1]
 
 
 def scaled_matrix(matrices: list[Tensor], first: bool) -> tuple[Tensor, Tensor]:
     """Do the same as ``long.scaled_matrix``."""
-    scales = [row_scales(M) for M in matrices]  # [1, q, 1] each
-    return halves_of(matrices, scales) if first else matrices[0], scales[-1].flatten()
+    tops = [row_tops(M) for M in matrices]  # [1, q, 1] each
+    return halves_of(matrices, tops) if first else matrices[0], tops[-1].flatten()
 
 
-def halves_of(matrices: list[Tensor], scales: list[Tensor]) -> Tensor:
-    """Divide matrices [1, q, d] by their row scales, and put them side by side in float16, [1, d, k].
+def halves_of(matrices: list[Tensor], tops: list[Tensor]) -> Tensor:
+    """Convert matrices [1, q, d] to halves, and put them side by side, [1, d, k].
 
-    Each matrix is padded with zeros to whole blocks of columns. All are multiplied by 2^14, so that numbers
-    down to 2^-28 of the greatest in their row keep all digits.
+    Each matrix is padded with zeros to whole blocks of columns. A half is 2^14 times a number divided by the
+    top of its row, so that numbers down to 2^-28 of the greatest in the row keep all digits.
     """
     block = HALVES["BLOCK_K"]
     halves = [
-        nnf.pad((M / scale * 2**14).half(), (0, 0, 0, -M.shape[1] % block))
-        for M, scale in zip(matrices, scales, strict=True)
+        nnf.pad((M / top * 2**14).half(), (0, 0, 0, -M.shape[1] % block))
+        for M, top in zip(matrices, tops, strict=True)
     ]  # [1, q, d] each
     return torch.cat(halves, 1).mT.contiguous()  # [1, d, k]
