@@ -70,20 +70,9 @@ def route(
             return x_out, phi
         return x_out.detach(), phi_out.copy_(phi.detach())
     return route_streamed(
-        x_inp,
-        weights,
-        n_iters,
-        input_mask,
-        pair_mask,
-        prior,
-        implementation=implementation,
-        tuning=tuning,
-        cu_seqlens=cu_seqlens,
-        group=group,
-        need_phi=need_phi,
-        outputs=outputs,
-        phi_out=phi_out,
-    )
+        x_inp, weights, n_iters, input_mask, pair_mask, prior, implementation=implementation, tuning=tuning,
+        cu_seqlens=cu_seqlens, group=group, need_phi=need_phi, outputs=outputs, phi_out=phi_out,
+    )  # fmt: skip
 
 
 def plan_route(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementation: str, **options) -> Plan:
@@ -115,17 +104,9 @@ def steps(x_inp: Tensor, weights: Weights, *args, implementation: str, **options
 
     def step(x_out: Tensor | None, need_phi: bool = False, outputs=None, phi_out=None):
         return route(
-            x_inp,
-            weights,
-            1,
-            *args,
-            implementation="reference",
-            **options,
-            need_phi=need_phi,
-            outputs=outputs,
-            phi_out=phi_out,
-            x_init=x_out,
-        )
+            x_inp, weights, 1, *args, implementation="reference", **options, need_phi=need_phi,
+            outputs=outputs, phi_out=phi_out, x_init=x_out,
+        )  # fmt: skip
 
     return step, None
 

@@ -363,16 +363,9 @@ def route_streamed(
         x_out [..., j, h], and phi [..., i, j] (None unless need_phi), which has no graph.
     """
     arguments = operator_arguments(
-        x_inp,
-        weights,
-        input_mask,
-        pair_mask,
-        prior,
-        implementation=implementation,
-        tuning=tuning,
-        cu_seqlens=cu_seqlens,
-        group=group,
-    )
+        x_inp, weights, input_mask, pair_mask, prior, implementation=implementation, tuning=tuning,
+        cu_seqlens=cu_seqlens, group=group,
+    )  # fmt: skip
     plain = is_plain(x_inp)
     if weights.W_use is None and (phi_out is not None or not torch.is_grad_enabled()):
         # Without a backward pass, the plan keeps no dot products.

@@ -218,12 +218,9 @@ def backward(p: Problem, like: Chunk, pairs, columns: Columns, f, grad_s, grad_f
     n_programs, n_rows = cut(p, like, blocks.pop("programs"))
     kept, all_rows = columns.kept_whole(like, pairs.dtype), has_all_rows(grads[0], like)
     strides = {
-        "pairs_i": pairs.stride(1),
-        "width": p.width,
-        "dot_0": p.width,
-        "dot_i": pairs.stride(1),
+        "pairs_i": pairs.stride(1), "width": p.width, "dot_0": p.width, "dot_i": pairs.stride(1),
         "waiting_i": 2 * p.n_out,
-    }
+    }  # fmt: skip
     if kept is not None:
         strides |= {"dot_0": 0, "dot_i": kept.stride(1)}
     launch = partial(

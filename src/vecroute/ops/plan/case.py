@@ -63,12 +63,9 @@ def device_of(device: torch.device) -> Device:
     found: Any = torch.cuda.get_device_properties(device)
     capability = found.major, found.minor
     return Device(
-        "cuda",
-        capability,
-        found.shared_memory_per_block_optin,
-        found.multi_processor_count,
+        "cuda", capability, found.shared_memory_per_block_optin, found.multi_processor_count,
         capability == (9, 0) and has_compiler(),
-    )
+    )  # fmt: skip
 
 
 def has_compiler() -> bool:

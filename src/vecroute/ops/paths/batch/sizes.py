@@ -46,19 +46,15 @@ class Sizes:
         case, b, r, j, d, h = self.case, self.batch, self.n_rows, self.n_out, self.d, self.h
         q, f, M = self.n_shared, self.dtype, self.M_dtype
         arrays: dict[str, tuple] = {
-            "f": ((r,), f),
-            "sqrt_n_inp": ((b,), f),
-            "M": ((b, self.n_M, self.x_i), M),
-        }
+            "f": ((r,), f), "sqrt_n_inp": ((b,), f), "M": ((b, self.n_M, self.x_i), M),
+        }  # fmt: skip
         if self.half:
             arrays |= {"x": ((r, self.x_i), M), "x_tops": ((r,), f), "M_tops": ((b, self.n_M), f)}
         if case.variable:
             arrays |= {
-                "c": ((r, 2 * j), f),
-                "shared": ((q, self.x_i), M),
-                "bias": ((q,), f),
+                "c": ((r, 2 * j), f), "shared": ((q, self.x_i), M), "bias": ((q,), f),
                 "shared_tops": ((q,), f),
-            }
+            }  # fmt: skip
         for k in range(case.n_iters):
             arrays |= {f"y{k}": ((b, j, d), f), f"s{k}": ((b, j), f)}
             if k < self.last:

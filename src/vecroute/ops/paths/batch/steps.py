@@ -25,11 +25,9 @@ from vecroute.ops.plan.limits import W_A_PROGRAMS as EXTRA
 from vecroute.ops.recording import Pass
 
 TL = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
+    torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32,
     torch.float64: tl.float64,
-}
+}  # fmt: skip
 
 
 class Sum(NamedTuple):
@@ -175,13 +173,9 @@ class Steps(Sizes):
         if not self.large:
             block = blocks.of_product(b * j, h)
             self.outputs = Launch(
-                products.outputs_kernel,
-                block.pop("grid"),
-                self.dtypes("fffwwwf"),
-                (b * j, j, d, h),
-                **self.small,
-                **block,
-            )
+                products.outputs_kernel, block.pop("grid"), self.dtypes("fffwwwf"), (b * j, j, d, h),
+                **self.small, **block,
+            )  # fmt: skip
             block = blocks.of_product(b * j, d)
             grid = block.pop("grid")
             # x_hat goes to M, or to rows of its own if M holds halves.
@@ -237,14 +231,9 @@ class Steps(Sizes):
         block = blocks.of_product(m, n)
         letters = "fwf" if transposed[1] else "fff"  # W_F2 and W_G1 are parameters
         return Launch(
-            products.product_kernel,
-            block.pop("grid"),
-            self.dtypes(letters),
-            (*sizes, *a, *b),
-            ADD=add,
-            **self.small,
-            **block,
-        )
+            products.product_kernel, block.pop("grid"), self.dtypes(letters), (*sizes, *a, *b), ADD=add,
+            **self.small, **block,
+        )  # fmt: skip
 
     def make_lengths(self) -> None:
         """Prepare the lengths of samples, and the rows of M that all samples share."""
@@ -312,10 +301,8 @@ class Steps(Sizes):
         self.grad_u = self.product((b * j, d, h), transposed=(False, True))
         sums, by_row = blocks.of_samples(b, 8 if b <= 64 else 32), blocks.of_rows(h)
         n_W, n_B, n_s = (
-            cdiv(j * d, sums["BLOCK_N"]),
-            cdiv(j * h, sums["BLOCK_N"]),
-            cdiv(b * j, by_row["BLOCK_R"]),
-        )
+            cdiv(j * d, sums["BLOCK_N"]), cdiv(j * h, sums["BLOCK_N"]), cdiv(b * j, by_row["BLOCK_R"]),
+        )  # fmt: skip
         self.outputs_backward = [
             Launch(
                 outputs_backward_kernel, (n_W + n_B + n_s, 1, 1), self.dtypes("fffffwwffffff"),

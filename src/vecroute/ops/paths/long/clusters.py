@@ -44,11 +44,9 @@ def iterate(p: Problem, x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> No
     ]  # fmt: skip
     with torch.cuda.device(device):
         launch(
-            grid=(n_clusters * c, 1, 1),
-            block=(THREADS, 1, 1),
-            args=arguments,
+            grid=(n_clusters * c, 1, 1), block=(THREADS, 1, 1), args=arguments,
             shared_mem=cluster_bytes(c, p.n_out, first),
-        )
+        )  # fmt: skip
     if first:
         p.units = units.amax(0), unit_sums.amax(0)  # [i], []
     y[0] = y_parts.sum(0).mT[: p.n_out]  # [j, d]
@@ -90,10 +88,8 @@ class LaunchConfig(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("n_attributes", ctypes.c_uint),
-    ]
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("n_attributes", ctypes.c_uint),
+    ]  # fmt: skip
 
 
 def clusters_at_a_time(function: Any, c: int, shared: int) -> int:
