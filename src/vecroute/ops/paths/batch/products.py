@@ -131,7 +131,7 @@ def predictions_kernel(
 
 @triton.jit(do_not_specialize=["n_inp"])
 def shared_rows_kernel(
-    W_use, W_ign, B_use, B_ign, W_A,  # [d, j] twice, [j] twice, [d]
+    W_use, W_ign, B_use, B_ign,  # [d, j] twice, [j] twice
     input_mask, sqrt_n_inp,  # [b, i] where COUNTED, [b]
     M, M_tops, bias,  # [2 j, M_i], [2 j] where HALF, [2 j]
     n_out, d_inp, M_i, n_inp,

@@ -81,7 +81,7 @@ def launch_forward(steps: Steps, stream: Recorder, at: Pointers) -> None:
     betas = at.get("beta_use", none), at.get("beta_ign", none)
     shared, bias, shared_tops = (kept.get(name, none) for name in ("shared", "bias", "shared_tops"))
     if case.variable:
-        of_c = at["W_use"], at["W_ign"], at["B_use"], at["B_ign"], at["W_A"]
+        of_c = at["W_use"], at["W_ign"], at["B_use"], at["B_ign"]
         steps.shared_rows(stream, *of_c, mask, n, shared, shared_tops, bias)
     else:
         steps.lengths(stream, mask, n)

@@ -242,7 +242,7 @@ class Steps(Sizes):
             n = 2 * self.n_out + (0 if self.packed else b)
             block_d = next_power_of_2(self.x_i) if self.half else min(1024, next_power_of_2(self.d))
             self.shared_rows = Launch(
-                products.shared_rows_kernel, (n, 1, 1), self.dtypes("wwwwwmfMff"), (self.n_out, self.d,
+                products.shared_rows_kernel, (n, 1, 1), self.dtypes("wwwwmfMff"), (self.n_out, self.d,
                                                                                     self.x_i, self.n_inp),
                 LENGTHS=not self.packed, HALF=self.half, BLOCK_D=block_d, **counts,
             )  # fmt: skip
