@@ -375,8 +375,8 @@ def test_the_split_keeps_the_share_of_every_class():
     assert labels.split(found, 0.0, 0, False)[1] == []
     # Without a given fraction, few texts are all used for training, because validation would decide nothing.
     assert labels.split(found, None, 0, False)[1] == []
-    assert labels.split(labels.check_labels(["a", "b", "b"] * 333, 999), None, 0, False)[1] == []
-    assert len(labels.split(labels.check_labels(["a", "b"] * 500, 1000), None, 0, False)[1]) == 100
+    assert labels.split(labels.check_labels(["a", "b", "b"] * 666, 1998), None, 0, False)[1] == []
+    assert len(labels.split(labels.check_labels(["a", "b"] * 1000, 2000), None, 0, False)[1]) == 200
     assert labels.split(labels.check_labels(["a", "a", "b", "b"] * 5, 20), 0.1, 0, False)[1] == []
 
 
@@ -387,6 +387,12 @@ def test_few_texts_want_more_weight_decay():
     decays = [recipe_for(vr.RoutingClassifier(lr=lr), 10).weight_decay for lr in (1e-4, 4e-3, 1.0)]
     assert decays == [8.0, 2.0, 0.5]
     assert recipe_for(vr.RoutingClassifier(weight_decay=0.1), 10).weight_decay == 0.1
+
+
+def test_few_texts_want_smoother_labels():
+    smoothing = [recipe_for(vr.RoutingClassifier(), n).label_smoothing for n in (10, 200, 1000, 10**6)]
+    assert smoothing == pytest.approx([0.1, 0.1, 0.02, 2e-5])
+    assert recipe_for(vr.RoutingClassifier(label_smoothing=0.3), 10).label_smoothing == 0.3
 
 
 def test_class_weights():

@@ -13,11 +13,13 @@ import vecroute as vr
 from tests.helpers.texts import LABELS, TEXTS
 from tests.helpers.tiny_models import save_tiny
 from tests.helpers.tiny_vision import save_tiny_vision
+from vecroute.classifier import fitting
 from vecroute.classifier.estimate import Estimate, interval, make_estimate
 from vecroute.classifier.predicting import scores_of
 from vecroute.explain.report import report
 from vecroute.serve.answers import Answers, Explain, Predict
 from vecroute.training import Task
+from vecroute.training.folds import FOLD_TEMPERATURE
 
 SMALL = {"lr": 1e-2, "drop_inputs": 0.5, "drop_features": 0.0, "max_epochs": 12, "cache": False}
 SOME = ["good", "a very dull movie", "not bad film ."]
@@ -71,6 +73,22 @@ def test_validation_serves_for_both(tiny):
     assert estimate.accuracy == pytest.approx(classifier.validation_accuracy_)
     assert estimate.counts == {"neg": 48, "pos": 48}
     assert classifier.temperature_ != 1
+
+
+def test_scores_of_folds_count_as_less_sure(tiny, monkeypatch):
+    """The heads of the folds learn from two thirds of the texts, so the classifier is less overconfident."""
+    found, given = [], []
+    out_of_fold, fit_temperature = fitting.out_of_fold, fitting.fit_temperature
+    monkeypatch.setattr(
+        fitting, "out_of_fold", lambda *args, **kw: found.append(out_of_fold(*args, **kw)) or found[-1]
+    )
+    monkeypatch.setattr(
+        fitting, "fit_temperature", lambda *args: given.append(args[0]) or fit_temperature(*args)
+    )
+    vr.RoutingClassifier(tiny, **SMALL | {"max_epochs": 1}).fit(TEXTS, LABELS)
+    assert torch.allclose(given[0] * FOLD_TEMPERATURE, found[0])
+    vr.RoutingClassifier(tiny, **SMALL | {"max_epochs": 1}, validation_fraction=0.2).fit(TEXTS, LABELS)
+    assert len(found) == 1  # validation needs no folds
 
 
 def test_probabilities_agree_everywhere(warm, tmp_path):

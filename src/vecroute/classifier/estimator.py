@@ -38,14 +38,15 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         head: "routing", "wide" or "paper", or a baseline without credit; see ``vecroute.heads``.
         head_options: options of the head, see ``vecroute.RoutingHead``. The head "routing" has three members,
             unless the options say otherwise.
-        max_epochs, batch_size, lr, mixup, label_smoothing, patience, mixed_precision, shard_inputs: see
+        max_epochs, batch_size, lr, mixup, patience, mixed_precision, shard_inputs: see
             ``vecroute.training.Recipe``.
         weight_decay: see ``Recipe``. None means 0.5, and more if there are n < 4000 texts: 2000 / n, at
             most 8, and less in proportion if lr is above 1e-3.
+        label_smoothing: see ``Recipe``. None means 20 / n for n texts, at most 0.1.
         drop_inputs, drop_features: see ``Recipe``. None means 0.8 and 0.3 if the head weights each hidden
             state, and 0 if it takes means or one position ("mean_last", "mean_all", "scalar_mix", "cls").
         validation_fraction: share of the texts for validation, 0 for no validation. None means a tenth if
-            there are 1000 texts or more, else 0.
+            there are 2000 texts or more, else 0.
         class_weight: None, "balanced", or a dict by label.
         multi_label: True if a text may have any number of labels. Then y is a collection of labels for each
             text, or a table of zeros and ones, and ``predict`` returns such a table.
@@ -103,7 +104,7 @@ class RoutingClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Class
         drop_inputs: float | None = None,
         drop_features: float | None = None,
         mixup: float = 0.0,
-        label_smoothing: float = 0.1,
+        label_smoothing: float | None = None,
         patience: int = 5,
         mixed_precision: str = "auto",
         shard_inputs: bool = False,

@@ -29,9 +29,9 @@ from vecroute.heads import CHOOSING
 from vecroute.io.images import check_images
 from vecroute.training import Recipe, Task, make_accelerator, train
 from vecroute.training.calibration import fit_temperature
-from vecroute.training.folds import N_FOLDS, make_folds, out_of_fold
+from vecroute.training.folds import FOLD_TEMPERATURE, N_FOLDS, make_folds, out_of_fold
 from vecroute.training.progress import is_shown, progress_bar
-from vecroute.training.recipe import weight_decay_for
+from vecroute.training.recipe import label_smoothing_for, weight_decay_for
 from vecroute.training.states import on_device
 
 if TYPE_CHECKING:
@@ -99,9 +99,8 @@ def recipe_for(classifier: "RoutingClassifier", n: int) -> Recipe:
     for name in ("drop_inputs", "drop_features"):
         if given[name] is None:
             given[name] = getattr(Recipe, name) if classifier.head in CHOOSING else 0.0
-    decides = given["weight_decay"] is None
-    if decides:
-        given["weight_decay"] = Recipe.weight_decay
+    by_n = [name for name in ("weight_decay", "label_smoothing") if given[name] is None]
+    given |= {name: getattr(Recipe, name) for name in by_n}
     seed = as_python(classifier.random_state)
     expected = f"random_state must be an int, at least 0, got {seed!r}"
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -109,7 +108,11 @@ def recipe_for(classifier: "RoutingClassifier", n: int) -> Recipe:
     if seed < 0:
         raise ValueError(expected)
     recipe = Recipe(seed=seed, **given)  # checks lr
-    return replace(recipe, weight_decay=weight_decay_for(n, recipe.lr)) if decides else recipe
+    chosen: dict[str, Any] = {
+        "weight_decay": weight_decay_for(n, recipe.lr),
+        "label_smoothing": label_smoothing_for(n),
+    }
+    return replace(recipe, **{name: chosen[name] for name in by_n})
 
 
 def features_of(classifier: "RoutingClassifier", texts: list[Any], accelerator: Accelerator) -> Features:
@@ -167,7 +170,8 @@ def judge(
         scores = out_of_fold(untrained, task, recipe, fold, **options)  # [n, n_cls]
     if classifier.calibrate:
         targets = task.targets[tested]  # [k, n_cls]
-        classifier.temperature_ = fit_temperature(scores, targets, len(task.train), task.multi_label)
+        as_sure = scores if task.valid else scores / FOLD_TEMPERATURE  # [k, n_cls] as sure as the head itself
+        classifier.temperature_ = fit_temperature(as_sure, targets, len(task.train), task.multi_label)
     if classifier.estimate:
         kind = "images" if isinstance(encoder, VisionEncoder) else "texts"
         classifier.estimate_ = make_estimate(scores, task, tested, classes, method, kind)

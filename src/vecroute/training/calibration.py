@@ -7,15 +7,15 @@ from scipy.optimize import minimize_scalar  # type: ignore[import-untyped]
 from torch import Tensor
 
 LOWEST, HIGHEST = 0.05, 50.0  # range of temperatures
-# Few samples say little about T. So log T has a normal prior with this standard deviation. Both constants
-# follow the best T of 17 heads that learned from 16 to 3,000 texts (docs/experiments.md, eighth round).
+# Few samples say little about T. So log T has a normal prior with this standard deviation. The constants
+# follow the best T of heads that learned from 16 to 7,000 texts (docs/experiments.md, ninth round).
 DEVIATION = 0.3
-ENOUGH = 3000  # samples from which a head is usually not overconfident
+ENOUGH, POWER = 15_000, 0.22  # samples from which a head is usually not overconfident; see usual_temperature
 
 
 def usual_temperature(n: int) -> float:
     """Return the usual T of a head that learned from n samples. Few samples make a head overconfident."""
-    return max(ENOUGH / n, 1.0) ** 0.3
+    return max(ENOUGH / n, 1.0) ** POWER
 
 
 def fit_temperature(scores: Tensor, targets: Tensor, n: int, multi_label: bool = False) -> float:

@@ -16,11 +16,15 @@ from vecroute.ops.checks import check_choice, check_number, check_size
 STEPS, FEWEST_EPOCHS, MOST_EPOCHS = 1000, 3, 20
 FEWEST_STEPS, FEWEST_STEPS_OF_A_CLASS, MOST_EPOCHS_OF_FEW = 150, 15, 100
 
-# With fewer samples than FEW, all are used for training.
-FEW = 1000
+# With fewer samples than FEW, all are used for training. A tenth of them would say too little about a head.
+FEW = 2000
 
 # The fewer the samples, the more often each is seen, and the more weight decay helps: DECAY / n, at most 8.
 DECAY, MOST_DECAY = 2000, 8.0
+
+# Label smoothing helps up to a few hundred samples. With more, it only hides how sure a head is, and no
+# temperature can restore that (docs/experiments.md, ninth round): SMOOTHING / n, at most 0.1.
+SMOOTHING, MOST_SMOOTHING = 20, 0.1
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Recipe:
     drop_inputs: float = 0.8
     drop_features: float = 0.3
     mixup: float = 0.0
-    label_smoothing: float = 0.1
+    label_smoothing: float = 0.0
     patience: int = 5
     mixed_precision: str = "auto"
     shard_inputs: bool = False
@@ -132,3 +136,8 @@ def weight_decay_for(n: int, lr: float) -> float:
     the same share in each step.
     """
     return max(Recipe.weight_decay, min(DECAY / n, MOST_DECAY) * min(Recipe.lr / lr, 1.0))
+
+
+def label_smoothing_for(n: int) -> float:
+    """Return the label smoothing for n samples: min(20 / n, 0.1)."""
+    return min(SMOOTHING / n, MOST_SMOOTHING)
