@@ -54,7 +54,7 @@ def paper_claims() -> str:
         (
             "end-to-end credit is interpretable",
             "typical examples",
-            f"in part: comprehensiveness {compared('phi')} on two heads, chance {compared('random')}",
+            f"not here: comprehensiveness {compared('phi')} on two heads, chance {compared('random')}",
             command("faithfulness.py --data DATA --weights build/heads --fit 6920"),
         ),
     ]
