@@ -93,6 +93,9 @@ def faithfulness_words(task: str, texts: str) -> str:
     for method in dict.fromkeys(found["method"] for found in rows("words", task=task, of="mean")):
         cells = []
         for measure in ("comprehensiveness", "sufficiency", "leave_one_out"):
+            if not rows("words", of="mean", task=task, method=method, measure=measure):
+                cells += ["", ""]  # not measured
+                continue
             own, words, interval = beside_words(task, method, measure)
             cells += [f"{own:.3f}", f"{words - own:+.3f} ({interval})" if interval else ""]
         own, words, _ = beside_words(task, method, "seconds")
