@@ -715,7 +715,7 @@ def test_minilm_learns_from_forty_sentences():
 def test_the_guide_prints_what_it_says(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed, expected = run_guide((ROOT / "docs/classifier.md").read_text(), capsys)
-    assert len(expected) == 5
+    assert len(expected) == 8
     assert printed == expected
 
 

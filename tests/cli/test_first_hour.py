@@ -52,7 +52,7 @@ def at_home(home, monkeypatch):
     monkeypatch.chdir(home)
 
 
-FIT = ["fit", "train.csv", "--text", "review", "--label", "stars", "--encoder", "encoder", "--epochs", "12"]
+FIT = ["fit", "train.csv", "--text", "review", "--label", "stars", "--encoder", "encoder", "--epochs", "30"]
 FIT += ["--lr", "0.01", "--batch-size", "16"]
 
 
