@@ -68,7 +68,7 @@ def tiny_tokenizer(kind: str):
 
 
 def without_special_tokens():
-    """Build the tokenizer of a BERT that adds no special tokens to a text, as those of GPT."""
+    """Return a BERT tokenizer that adds no special tokens, like the tokenizers of GPT."""
     tokenizer = tiny_tokenizer("bert")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     return tokenizer

@@ -8,7 +8,7 @@ from torch import Tensor
 
 LOWEST, HIGHEST = 0.05, 50.0  # range of temperatures
 # Few samples say little about T. So log T has a normal prior with this standard deviation. The constants
-# follow the best T of heads that learned from 16 to 7,000 texts (docs/experiments.md, ninth round).
+# follow the best T of heads that learned from 16 to 7,000 texts (docs/experiments.md, rounds eight and nine).
 DEVIATION = 0.3
 ENOUGH, POWER = 15_000, 0.22  # samples from which a head is usually not overconfident; see usual_temperature
 
