@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from vecroute.encoders.text import TextEncoder, Tokenized
+from vecroute.explain.captured import split_reading
 from vecroute.explain.hidden import explain_states_of
 from vecroute.explain.rows import Rows, TextSplit, chunk_step, rows_of
 from vecroute.explain.samples import split_samples
-from vecroute.explain.words import split_words, text_readings
+from vecroute.explain.words import text_readings
 
 ALL_DEPTHS = "all depths"
 
@@ -36,7 +37,7 @@ def split_texts(
     found: list[Any] = [None] * len(texts)
     for which, reading in text_readings(encoder, texts):
         chosen = torch.tensor([list(outputs[k]) for k in which])  # [b, k]
-        split = split_words(reading, head, chosen, by_depth=by_depth, margin=margin)
+        split = split_reading(encoder, head, reading, chosen, by_depth=by_depth, margin=margin)
         # One copy from the device for the whole batch: the sums over the rows of a text are small.
         base, scores, all_scores = split.base.cpu(), split.scores.cpu(), split.all_scores.cpu()  # [b, k], ...
         chunks = [values for run in split.values for values in run.cpu()]  # [n, depth or 1, k] each

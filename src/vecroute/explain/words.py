@@ -20,6 +20,7 @@ class Run(NamedTuple):
 
     call: Callable[[], Sequence[Tensor]]  # returns the hidden states [r, n, d] at each depth that is read
     keep: Tensor  # [r, n] True at the positions that go to the head
+    tokens: tuple[Tensor, ...] = ()  # token ids of texts, and which of them are no padding, [r, n] each
 
 
 class Reading(NamedTuple):
@@ -42,6 +43,8 @@ class Split(NamedTuple):
     base: Tensor  # [b, k]
     scores: Tensor  # [b, k]
     all_scores: Tensor  # [b, n_cls]
+    error: Tensor  # [b, k] completeness error
+    dtype: torch.dtype  # in which the parts were computed
 
 
 class HeldHead:
@@ -96,14 +99,27 @@ def split_words(
 ) -> Split:
     """Split scores into the contributions of the words or patches that the encoder read.
 
-    If there are several runs, each goes through the encoder twice, so that memory holds the gates of only one
-    run at a time.
-
     Args:
         reading: the batch to explain.
         head: the head on the hidden states.
         outputs, margin: see ``HeldHead``.
         by_depth: True to split values by the depth of the hidden states, with a backward pass for each depth.
+
+    Raises:
+        ValueError: the parts do not add up to the scores, or the encoder or the head cannot be split.
+    """
+    split = unchecked_split(reading, head, outputs, by_depth=by_depth, margin=margin)
+    check_complete(reading.name, split.error, split.dtype)
+    return split
+
+
+def unchecked_split(
+    reading: Reading, head: nn.Module, outputs: Tensor, *, by_depth: bool = False, margin: bool = False
+) -> Split:
+    """Do the same as ``split_words``, without waiting for the device to check that the parts add up.
+
+    If there are several runs, each goes through the encoder twice, so that memory holds the gates of only one
+    run at a time.
     """
     runs, mask, alone = reading.runs, reading.mask, len(reading.runs) == 1
     helds = [_hold(reading, run) for run in runs] if alone else []
@@ -127,8 +143,7 @@ def split_words(
     many = len(base) > 1  # several samples: there is one run, and each of its rows is a sample
     rows = values[0].flatten(1, 2) if many else torch.cat([v.flatten(0, 2) for v in values])[None]
     error = completeness_error(rows.mT.to(base), base, held_head.scores)  # [b, k]
-    check_complete(reading.name, error, precision(hidden))
-    return Split(values, base, held_head.scores, held_head.all_scores)
+    return Split(values, base, held_head.scores, held_head.all_scores, error, precision(hidden))
 
 
 def _hold(reading: Reading, run: Run) -> HeldEncoder:
@@ -196,7 +211,8 @@ def text_readings(encoder: TextEncoder, texts: Sequence[Tokenized]) -> Iterator[
 def _reading(encoder: TextEncoder, texts: Sequence[Tokenized], rows: Sequence[list[int]], source: Tensor):
     chunks = [chunk for text in texts for chunk in text.chunks]
     keep = [row for text in texts for row in text.keep]
-    runs = [_text_run(encoder, [chunks[r] for r in group], [keep[r] for r in group]) for group in rows]
+    padded = [encoder.padded([chunks[r] for r in group], [keep[r] for r in group]) for group in rows]
+    runs = [text_run(encoder, *tensors) for tensors in padded]
     counts = [text.n_pos for text in texts]
     if len(runs) == 1 and counts == list(map(len, keep)):  # each text is a row, and keeps all its positions
         return Reading(runs, source, encoder.name, runs[0].keep)
@@ -206,15 +222,14 @@ def _reading(encoder: TextEncoder, texts: Sequence[Tokenized], rows: Sequence[li
     return Reading(runs, source, encoder.name, mask.to(encoder.device))
 
 
-def _text_run(encoder: TextEncoder, chunks: Sequence[list[int]], keep: Sequence[Sequence[bool]]) -> Run:
-    ids, attended, mask = encoder.padded(chunks, keep)  # [r, n] each
-    attended = attended.long()
+def text_run(encoder: TextEncoder, ids: Tensor, attended: Tensor, keep: Tensor) -> Run:
+    """Return chunks of texts that go through the encoder together, from the result of its ``padded``."""
 
     def call() -> list[Tensor]:
-        found = encoder.model(input_ids=ids, attention_mask=attended, output_hidden_states=True)
+        found = encoder.model(input_ids=ids, attention_mask=attended.long(), output_hidden_states=True)
         return [found.hidden_states[depth] for depth in encoder.depths]
 
-    return Run(call, mask)
+    return Run(call, keep, (ids, attended))
 
 
 def image_readings(

@@ -1,0 +1,175 @@
+"""Explanations of small batches of texts as CUDA graphs: the host starts all kernels of a batch by one call.
+
+The 700 kernels of a small batch keep a GPU busy for a few milliseconds, and the host for ten times as long.
+A CUDA graph repeats the same kernels on the same memory. So the inputs of a batch are in buffers of fixed
+size: texts are padded to one of a few lengths, and batches to one of a few sizes. Each of these shapes has
+its own graph.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from vecroute.compose.contribution import check_complete
+from vecroute.encoders.text import TextEncoder
+from vecroute.explain.words import Reading, Split, split_words, text_run, unchecked_split
+from vecroute.training.graphs import padded
+
+logger = logging.getLogger(__name__)
+
+DEVICES = ("cuda",)  # tests add "cpu", where batches are padded too, but run without a graph
+MOST_POSITIONS = 4096  # of a batch with its padding; larger ones keep the GPU busy for longer than the host
+MOST_GRAPHS = 64  # of one head
+EAGER = 2  # batches of a shape before its graph is captured, which takes as long as several batches
+WARM_UPS = 2  # batches before a capture, in which kernels are compiled and libraries allocate memory
+NOT_CAPTURED = "explanations cannot be CUDA graphs (%s): they are computed eagerly"
+
+
+def split_reading(
+    encoder: TextEncoder, head: nn.Module, reading: Reading, outputs: Tensor, **options: bool
+) -> Split:
+    """Do the same as ``split_words`` for texts, with a graph if there is one for batches of this shape."""
+    weight = next(head.parameters())
+    rows_are_texts = len(reading.runs) == 1 and reading.runs[0].keep is reading.mask
+    if encoder.device.type in DEVICES and weight.device == encoder.device and rows_are_texts:
+        with _new_head:
+            graphs = _graphs.setdefault(head, Graphs())
+        split = graphs.split(encoder, head, reading, outputs, options)
+        if split is not None:
+            check_complete(reading.name, split.error, split.dtype)
+            return split
+    return split_words(reading, head, outputs, **options)
+
+
+class Captured(NamedTuple):
+    """The explanations of batches of one shape."""
+
+    buffers: list[Tensor]  # ids, attended and used positions [b, n], outputs [b, k]
+    replay: Callable[[], Split]  # explains the texts in the buffers; the next replay overwrites the result
+
+
+class Graphs:
+    """The graphs of one head, for all shapes of batches. Threads take turns."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.state: tuple = ()
+        self.captured: dict[tuple, Captured] = {}  # by shape and options
+        self.seen: Counter[tuple] = Counter()
+        self.failed = False  # a capture has failed
+        self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+
+    def split(
+        self,
+        encoder: TextEncoder,
+        head: nn.Module,
+        reading: Reading,
+        outputs: Tensor,
+        options: dict[str, bool],
+    ) -> Split | None:
+        """Return a split on the CPU, whose errors are not checked yet, or None if there is no graph."""
+        b, n = reading.mask.shape
+        rows, columns = 1 << (b - 1).bit_length(), min(padded(n), encoder.max_length)
+        if self.failed or rows * columns > MOST_POSITIONS:
+            return None
+        key = rows, columns, outputs.shape[1], *sorted(options.items())
+        with self.turn:
+            self.forget_others(state_of(encoder.model, head))
+            self.seen[key] += 1
+            if key not in self.captured and (self.seen[key] <= EAGER or len(self.captured) >= MOST_GRAPHS):
+                return None
+            # All rows beyond b are copies of the last text, since a text without positions may give NaN.
+            row = torch.arange(rows, device=encoder.device).clamp(max=b - 1)  # [b']
+            fills = (encoder.tokenizer.pad_token_id or 0, False, False)
+            inputs = [
+                pad(t[row], (0, columns - n), value=fill)  # [b', n']
+                for t, fill in zip((*reading.runs[0].tokens, reading.mask), fills, strict=True)
+            ]
+            inputs.append(outputs.to(encoder.device)[row])  # [b', k]
+            if key not in self.captured:
+                replay = self.capture(encoder, head, reading, inputs, options)
+                if replay is None:
+                    return None
+                self.captured[key] = Captured(inputs, replay)
+            captured = self.captured[key]
+            torch._foreach_copy_(captured.buffers, inputs)
+            return on_host(captured.replay(), b, n)
+
+    def forget_others(self, state: tuple) -> None:
+        """Forget all graphs if they belong to another state of the weights or the settings."""
+        if state != self.state:
+            self.state = state
+            self.captured.clear()
+            self.seen.clear()
+
+    def capture(
+        self,
+        encoder: TextEncoder,
+        head: nn.Module,
+        reading: Reading,
+        buffers: Sequence[Tensor],
+        options: dict[str, bool],
+    ) -> Callable[[], Split] | None:
+        """Return a function that explains the texts in the buffers, None if that cannot be a graph."""
+        ids, attended, mask, outputs = buffers
+        reading = reading._replace(runs=[text_run(encoder, ids, attended, mask)], mask=mask)
+        run = partial(unchecked_split, reading, head, outputs, **options)
+        if encoder.device.type != "cuda":
+            return run
+        current, side = torch.cuda.current_stream(encoder.device), torch.cuda.Stream(encoder.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    run()
+            current.wait_stream(side)
+            # The outer context restores the stream after a failed capture. The mode is thread_local, because
+            # another thread may use the device meanwhile.
+            with torch.cuda.stream(current), torch.cuda.graph(graph, self.pool, None, "thread_local"):
+                split = run()
+        except RuntimeError as error:  # the model needs values on the host, or memory runs out
+            logger.warning(NOT_CAPTURED, error)
+            self.failed = True
+            return None
+
+        def replay() -> Split:
+            graph.replay()
+            return split
+
+        return replay
+
+
+def on_host(split: Split, b: int, n: int) -> Split:
+    """Copy the split of the first b texts, with n positions each, to the CPU."""
+    values = [split.values[0][:b, :n].cpu()]  # [b, n, depth or 1, k]
+    base, scores, all_scores, error = (
+        t[:b].cpu() for t in (split.base, split.scores, split.all_scores, split.error)
+    )
+    return Split(values, base, scores, all_scores, error, split.dtype)
+
+
+def state_of(*modules: nn.Module) -> tuple:
+    """Return all on which a graph depends beside the contents of its buffers and of the weights."""
+    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    return (
+        *(tensor.data_ptr() for tensor in tensors),
+        *(module.training for module in modules),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+_graphs: WeakKeyDictionary[nn.Module, Graphs] = WeakKeyDictionary()
+_new_head = threading.Lock()
