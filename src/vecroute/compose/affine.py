@@ -111,8 +111,12 @@ def _hold_vector_routing(layer: VectorRouting, x: Tensor, masks: Masks) -> tuple
         dtype = compute_dtype(x.dtype)
         phi = phi.to(dtype)  # [..., i, j]
         W_F1, W_F2, B_F2 = (w.detach().to(dtype) for w in (layer.W_F1, layer.W_F2, layer.B_F2))
-        n_inp = torch.tensor(x.shape[-2]) if masks.input_mask is None else masks.input_mask.sum(-1)  # [...]
-        (n_inp,) = total(layer.group, n_inp.to(x.device).expand(x.shape[:-2]))  # [...]
+        n_inp = (
+            torch.full((), x.shape[-2], device=x.device)
+            if masks.input_mask is None
+            else masks.input_mask.sum(-1)
+        )  # [...]
+        (n_inp,) = total(layer.group, n_inp.expand(x.shape[:-2]))  # [...]
         sqrt_n_inp = n_inp.clamp(min=1).to(dtype).sqrt()[..., None, None]  # [..., 1, 1]
 
     N, paired = Gates(), _in_some_pair(masks)

@@ -38,12 +38,10 @@ def split_reading(
     encoder: TextEncoder, head: nn.Module, reading: Reading, outputs: Tensor, **options: bool
 ) -> Split:
     """Do the same as ``split_words`` for texts, with a graph if there is one for batches of this shape."""
-    weight = next(head.parameters())
+    device = reading.mask.device
     rows_are_texts = len(reading.runs) == 1 and reading.runs[0].keep is reading.mask
-    if encoder.device.type in DEVICES and weight.device == encoder.device and rows_are_texts:
-        with _new_head:
-            graphs = _graphs.setdefault(head, Graphs())
-        split = graphs.split(encoder, head, reading, outputs, options)
+    if device.type in DEVICES and next(head.parameters()).device == device and rows_are_texts:
+        split = graphs_of(head).split(encoder, head, reading, outputs, options)
         if split is not None:
             check_complete(reading.name, split.error, split.dtype)
             return split
@@ -82,19 +80,19 @@ class Graphs:
         if self.failed or rows * columns > MOST_POSITIONS:
             return None
         key = rows, columns, outputs.shape[1], *sorted(options.items())
-        with self.turn:
+        with self.turn, torch.inference_mode(False):  # other modes write into the buffers
             self.forget_others(state_of(encoder.model, head))
             self.seen[key] += 1
             if key not in self.captured and (self.seen[key] <= EAGER or len(self.captured) >= MOST_GRAPHS):
                 return None
             # All rows beyond b are copies of the last text, since a text without positions may give NaN.
-            row = torch.arange(rows, device=encoder.device).clamp(max=b - 1)  # [b']
+            row = torch.arange(rows, device=reading.mask.device).clamp(max=b - 1)  # [b']
             fills = (encoder.tokenizer.pad_token_id or 0, False, False)
             inputs = [
                 pad(t[row], (0, columns - n), value=fill)  # [b', n']
                 for t, fill in zip((*reading.runs[0].tokens, reading.mask), fills, strict=True)
             ]
-            inputs.append(outputs.to(encoder.device)[row])  # [b', k]
+            inputs.append(outputs.to(row.device)[row])  # [b', k]
             if key not in self.captured:
                 replay = self.capture(encoder, head, reading, inputs, options)
                 if replay is None:
@@ -123,9 +121,9 @@ class Graphs:
         ids, attended, mask, outputs = buffers
         reading = reading._replace(runs=[text_run(encoder, ids, attended, mask)], mask=mask)
         run = partial(unchecked_split, reading, head, outputs, **options)
-        if encoder.device.type != "cuda":
+        if ids.device.type != "cuda":
             return run
-        current, side = torch.cuda.current_stream(encoder.device), torch.cuda.Stream(encoder.device)
+        current, side = torch.cuda.current_stream(ids.device), torch.cuda.Stream(ids.device)
         graph = torch.cuda.CUDAGraph()
         try:
             side.wait_stream(current)
@@ -173,3 +171,11 @@ def state_of(*modules: nn.Module) -> tuple:
 
 _graphs: WeakKeyDictionary[nn.Module, Graphs] = WeakKeyDictionary()
 _new_head = threading.Lock()
+
+
+def graphs_of(head: nn.Module) -> Graphs:
+    """Return the graphs of a head. They go when the head does."""
+    with _new_head:
+        if head not in _graphs:
+            _graphs[head] = Graphs()
+        return _graphs[head]
