@@ -80,21 +80,15 @@ class Graphs:
         if self.failed or rows * columns > MOST_POSITIONS:
             return None
         key = rows, columns, outputs.shape[1], *sorted(options.items())
-        with self.turn, torch.inference_mode(False):  # other modes write into the buffers
+        with self.turn, torch.inference_mode(False):  # buffers made in that mode could not be written later
             self.forget_others(state_of(encoder.model, head))
             self.seen[key] += 1
             if key not in self.captured and (self.seen[key] <= EAGER or len(self.captured) >= MOST_GRAPHS):
                 return None
-            # All rows beyond b are copies of the last text, since a text without positions may give NaN.
-            row = torch.arange(rows, device=reading.mask.device).clamp(max=b - 1)  # [b']
-            fills = (encoder.tokenizer.pad_token_id or 0, False, False)
-            inputs = [
-                pad(t[row], (0, columns - n), value=fill)  # [b', n']
-                for t, fill in zip((*reading.runs[0].tokens, reading.mask), fills, strict=True)
-            ]
-            inputs.append(outputs.to(row.device)[row])  # [b', k]
+            inputs = inputs_of(encoder, reading, outputs, rows, columns)
             if key not in self.captured:
-                replay = self.capture(encoder, head, reading, inputs, options)
+                with torch.cuda.device_of(inputs[0]):
+                    replay = self.capture(encoder, head, reading, inputs, options)
                 if replay is None:
                     return None
                 self.captured[key] = Captured(inputs, replay)
@@ -145,6 +139,21 @@ class Graphs:
             return split
 
         return replay
+
+
+def inputs_of(
+    encoder: TextEncoder, reading: Reading, outputs: Tensor, rows: int, columns: int
+) -> list[Tensor]:
+    """Return the contents of the buffers: ids, attended and used positions [rows, columns], outputs [rows, k].
+
+    Further rows are copies of the last text, because a text without positions may give NaN.
+    """
+    b, n = reading.mask.shape
+    row = torch.arange(rows, device=reading.mask.device).clamp(max=b - 1)  # [rows]
+    ids, attended, mask = (t[row] for t in (*reading.runs[0].tokens, reading.mask))  # [rows, n] each
+    fill = encoder.tokenizer.pad_token_id or 0
+    wide = [pad(t, (0, columns - n), value=v) for t, v in ((ids, fill), (attended, False), (mask, False))]
+    return [*wide, outputs.to(row.device)[row]]
 
 
 def on_host(split: Split, b: int, n: int) -> Split:
