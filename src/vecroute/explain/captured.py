@@ -144,7 +144,7 @@ class Graphs:
 def inputs_of(
     encoder: TextEncoder, reading: Reading, outputs: Tensor, rows: int, columns: int
 ) -> list[Tensor]:
-    """Return the contents of the buffers: ids, attended and used positions [rows, columns], outputs [rows, k].
+    """Return what the buffers hold: ids, attended and used positions [rows, columns], outputs [rows, k].
 
     Further rows are copies of the last text, because a text without positions may give NaN.
     """
