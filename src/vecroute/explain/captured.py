@@ -21,13 +21,14 @@ from torch.nn.functional import pad
 
 from vecroute.compose.contribution import check_complete
 from vecroute.encoders.text import TextEncoder
+from vecroute.explain.through import positions_at_once
 from vecroute.explain.words import Reading, Split, split_words, text_run, unchecked_split
-from vecroute.training.graphs import padded
+from vecroute.training.graphs import SHORTEST, padded
 
 logger = logging.getLogger(__name__)
 
 DEVICES = ("cuda",)  # tests add "cpu", where batches are padded too, but run without a graph
-MOST_POSITIONS = 4096  # of a batch with its padding; larger ones keep the GPU busy for longer than the host
+MOST_POSITIONS = 16_384  # of a batch with its padding; larger ones keep the GPU busy longer than the host
 MOST_GRAPHS = 64  # of one head
 EAGER = 2  # batches of a shape before its graph is captured, which takes as long as several batches
 WARM_UPS = 2  # batches before a capture, in which kernels are compiled and libraries allocate memory
@@ -76,8 +77,10 @@ class Graphs:
     ) -> Split | None:
         """Return a split on the CPU, whose errors are not checked yet, or None if there is no graph."""
         b, n = reading.mask.shape
-        rows, columns = 1 << (b - 1).bit_length(), min(padded(n), encoder.max_length)
-        if self.failed or rows * columns > MOST_POSITIONS:
+        rows = padded(b) if b > SHORTEST else 1 << (b - 1).bit_length()
+        columns = min(padded(n), encoder.max_length)
+        most = min(MOST_POSITIONS, positions_at_once(encoder.model, reading.mask.device))
+        if self.failed or rows * columns > most:
             return None
         key = rows, columns, outputs.shape[1], *sorted(options.items())
         with self.turn, torch.inference_mode(False):  # buffers made in that mode could not be written later
