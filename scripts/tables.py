@@ -45,6 +45,7 @@ TABLES = {
     "cpu": on_a_cpu,
     "eager": eager,
     "eager-kinds": eager_kinds,
+    "eager-short": lambda: eager(others=False),
     "faithfulness-imdb": lambda: faithfulness("imdb"),
     "faithfulness-short": faithfulness_short,
     "faithfulness-sst2": lambda: faithfulness("sst2"),

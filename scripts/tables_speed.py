@@ -2,15 +2,21 @@
 
 from table_rows import GPU, Row, read, record, row, short, size, table
 
-CALL = ("case", "n_out", "d_inp", "n_iters")  # these columns tell the eager calls of a mode apart
+CALL = ("case", "batch", "n_inp", "n_out", "d_inp", "n_iters")  # these columns tell the eager calls of a mode apart
 BOTH = ("official", "fused")
 
 
-def eager() -> str:
-    """Tabulate eager forward + backward, compared with the authors' code, also eager."""
+def eager(*, others: bool = True) -> str:
+    """Tabulate eager forward + backward, compared with the authors' code, also eager.
+
+    Args:
+        others: False to leave out the shapes for which nothing was tuned.
+    """
     lines = []
     for same in calls_of(implementation="official", kind="plain"):
-        if read("eager", {"implementation": "fused", "kind": "plain", **same}):
+        if (others or same["case"] != "others") and read(
+            "eager", {"implementation": "fused", "kind": "plain", **same}
+        ):
             theirs, ours = (row("eager", implementation=name, kind="plain", **same) for name in BOTH)
             times = [float(r["whole_ms"]) for r in (theirs, ours)]
             length = "any" if theirs["variable"] == "True" else "fixed"
