@@ -15,7 +15,8 @@ from tests.helpers.texts import TEXTS
 from tests.helpers.tiny_models import save_tiny
 from vecroute.encoders import TextEncoder, cache
 from vecroute.encoders.ahead import ahead
-from vecroute.encoders.cache import FeatureCache, Features
+from vecroute.encoders.cache import FeatureCache
+from vecroute.encoders.features import Features
 from vecroute.encoders.text import Batch
 
 
@@ -115,7 +116,7 @@ def encoder(tmp_path_factory):
 @pytest.mark.parametrize("batch_bytes", [1, 10_000, 10**9])
 def test_batches_of_similar_length_hold_the_same_states(encoder, special_tokens, batch_bytes, monkeypatch):
     """A GPU encodes texts in batches of similar length; the numbers are the same to rounding."""
-    monkeypatch.setattr(cache, "GPU_BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr("vecroute.encoders.features.GPU_BATCH_BYTES", batch_bytes)
     encoder = TextEncoder(encoder.model, tokenizer=encoder.tokenizer, special_tokens=special_tokens)
     texts = [*TEXTS[:20], " ".join(TEXTS[:9])]  # the last one has several chunks
     features = Features(encoder, texts)

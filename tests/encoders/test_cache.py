@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_models import save_tiny
 from vecroute.encoders import TextEncoder, cache
-from vecroute.encoders.cache import FeatureCache, Features
+from vecroute.encoders.cache import FeatureCache
 from vecroute.encoders.entries import write_segment
+from vecroute.encoders.features import Features
 
 TEXTS = [f"{'very ' * (k % 7)}good film {chr(97 + k)}" for k in range(20)]
 
@@ -252,7 +253,7 @@ def test_each_process_computes_its_share(encoder, tmp_path):
 
 def test_progress_counts_what_is_there(encoder, tmp_path, monkeypatch):
     filled(encoder, tmp_path, TEXTS[:5])
-    monkeypatch.setattr(cache, "WINDOW_BYTES", 1)
+    monkeypatch.setattr("vecroute.encoders.features.WINDOW_BYTES", 1)
     done = []
     Features(encoder, [*TEXTS[:7], TEXTS[0]], opened(encoder, tmp_path)).prepare(step=done.append)
     assert done == [6, 7]
@@ -334,7 +335,8 @@ def test_a_damaged_segment_in_a_folder_that_is_read_only(encoder, tmp_path, dama
 FILL = """
 import sys
 from vecroute.encoders import TextEncoder, cache
-from vecroute.encoders.cache import FeatureCache, Features
+from vecroute.encoders.cache import FeatureCache
+from vecroute.encoders.features import Features
 cache.SEGMENT_BYTES = 2_000  # many small segments
 encoder = TextEncoder(sys.argv[1])
 print("ready", flush=True)

@@ -11,7 +11,8 @@ from PIL import Image
 
 from tests.helpers.tiny_vision import KINDS, save_tiny_vision
 from vecroute.encoders import VisionEncoder, finding
-from vecroute.encoders.cache import FeatureCache, Features
+from vecroute.encoders.cache import FeatureCache
+from vecroute.encoders.features import Features
 from vecroute.io.images import Picture, check_images
 
 
