@@ -10,18 +10,19 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vecroute.encoders.entries import Entry, halved, header, read_entries, text_key, write_segment
+from vecroute.encoders.entries import Entry, Packed, header, read_entries, write_segment
 
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-SEGMENT_BYTES = 64 * 1024**2  # size of a segment; a killed process loses a few of them at most
+SEGMENT_BYTES = 48 * 1024**2  # least size of a segment; a killed process loses a few of them at most
 WRITERS = 8  # threads that write segments, while more hidden states are computed
 KEEP_FREE = GIB  # free space to leave on the disk
 ABANDONED_AFTER = 3600  # seconds after which a temporary file must belong to a dead process
@@ -61,10 +62,11 @@ class FeatureCache:
         self._entries: dict[str, Entry] = {}  # key of a text -> its entry in the header
         self._refused: set[Path] = set()  # damaged segments that could not be deleted
         self._checked: set[str] = set()
-        self._waiting: dict[str, Tensor] = {}  # hidden states not yet written to the disk
+        self._waiting: list[Packed] = []  # the next segment
         self._waiting_bytes = 0
         self._writers: tuple[int, ThreadPoolExecutor] | None = None  # with the process that they belong to
-        self._writing: list[tuple[dict[str, Tensor], Future]] = []  # oldest first
+        self._writing: list[tuple[list[Packed], Future]] = []  # segments, oldest first
+        self._in_memory: dict[str, tuple[Packed, int]] = {}  # key of a text -> its row in one of all these
         self._full = False
         self._dropping = threading.Lock()  # several threads may find damage at the same time
         for path in self._own_files():
@@ -94,18 +96,18 @@ class FeatureCache:
         self._entries |= entries
         self._checked -= entries.keys()  # an earlier segment may hold the same texts
 
-    def n_pos(self, text: str) -> int | None:
+    def n_pos(self, key: str) -> int | None:
         """Return the number of positions of a text, None if it is not in the cache."""
-        key = text_key(text)
-        if (hidden := self._in_memory(key)) is not None:
-            return len(hidden)
+        packed, row = self._in_memory.get(key, (None, 0))
+        if packed:
+            return packed.counts[row]
         return self._entries[key].shape[0] if key in self._where else None
 
-    def get(self, text: str) -> Tensor | None:
+    def get(self, key: str) -> Tensor | None:
         """Return the memory-mapped hidden states [n_pos, depth, d_emb] of a text, None if there are none."""
-        key = text_key(text)
-        if (hidden := self._in_memory(key)) is not None:
-            return hidden
+        packed, row = self._in_memory.get(key, (None, 0))
+        if packed:
+            return packed.one(row)
         path = self._where.get(key)
         file = self._files.get(path) if path is not None else None
         if path is None or file is None:
@@ -118,53 +120,56 @@ class FeatureCache:
             self._checked.add(key)
         return hidden
 
-    def put(self, text: str, hidden: Tensor) -> None:
-        """Add the hidden states [n_pos, depth, d_emb] of a text, on the CPU. ``flush`` writes them."""
+    def put(self, packed: Packed) -> None:
+        """Add hidden states of texts, in two bytes per number, on the CPU. ``flush`` writes them."""
         if self._full:
             return
-        stored = halved(hidden).contiguous()  # [n_pos, depth, d_emb]
-        self._waiting[text_key(text)] = stored
-        self._waiting_bytes += stored.nbytes
+        if not self._in_memory.keys().isdisjoint(packed.names):
+            self._start_writing()  # a segment cannot hold a text twice
+        self._waiting.append(packed)
+        self._waiting_bytes += packed.hidden.nbytes
+        self._in_memory.update(zip(packed.names, zip(repeat(packed), count()), strict=False))
         if self._waiting_bytes >= SEGMENT_BYTES:
             self._start_writing()
-            if len(self._writing) > WRITERS:
-                self._end_writing()
+        # Written segments give their memory back, which takes long to allocate for copies from a GPU.
+        while self._writing and (len(self._writing) > WRITERS or self._writing[0][1].done()):
+            self._end_writing()
 
     def flush(self) -> None:
         """Write the added hidden states. Those that do not fit the disk are dropped."""
-        if self._waiting:
-            self._start_writing()
+        self._start_writing()
         while self._writing:
             self._end_writing()
 
-    def _in_memory(self, key: str) -> Tensor | None:
-        """Return hidden states that are not yet on the disk."""
-        several = [self._waiting, *(segment for segment, _ in self._writing)]
-        return next((segment[key] for segment in several if key in segment), None)
-
     def _start_writing(self) -> None:
         """Write the waiting hidden states as one segment, in a thread."""
+        if not self._waiting:
+            return
         if self._writers is None or self._writers[0] != os.getpid():  # a forked process has no threads yet
             self._writers = os.getpid(), ThreadPoolExecutor(WRITERS)
         self._writing.append((self._waiting, self._writers[1].submit(self._write, self._waiting)))
-        self._waiting, self._waiting_bytes = {}, 0
+        self._waiting, self._waiting_bytes = [], 0
 
     def _end_writing(self) -> None:
         """Wait until the oldest segment is written."""
+        segment, future = self._writing.pop(0)
         try:
-            written = self._writing[0][1].result()
+            written = future.result()
+            if written is not None:
+                with suppress(OSError, SafetensorError):  # another process has just deleted it to make room
+                    self._add(written[0], safe_open(written[0], "pt"), written[1])
         finally:
-            self._writing.pop(0)
-        if written is not None:
-            with suppress(OSError, SafetensorError):  # another process has just deleted it to make room
-                self._add(written[0], safe_open(written[0], "pt"), written[1])
+            for packed in segment:
+                for key in packed.names:
+                    if self._in_memory[key][0] is packed:  # else it was added again since
+                        del self._in_memory[key]
 
-    def _write(self, segment: dict[str, Tensor]) -> tuple[Path, dict[str, Entry]] | None:
+    def _write(self, segment: list[Packed]) -> tuple[Path, dict[str, Entry]] | None:
         """Write a segment. Return its path and entries, None if that is not possible."""
         path = self.own / f"{uuid.uuid4().hex}.safetensors"
         temporary = path.with_suffix(".tmp")
         try:
-            entries = {key: Entry.of(hidden) for key, hidden in segment.items()}
+            entries = {key: entry for packed in segment for key, entry in packed.entries().items()}
             # No fsync, which would take longer than all else: a checksum finds what a power failure destroys.
             write_segment(temporary, segment, header(self.key, entries))
             temporary.replace(path)
@@ -184,12 +189,12 @@ class FeatureCache:
 
         Args:
             needed: number of bytes.
-            using: texts whose segments must stay.
+            using: keys of texts whose segments must stay.
 
         Returns:
             The number of bytes that may be written now.
         """
-        mine = {self._where[key] for key in map(text_key, using) if key in self._where}
+        mine = {self._where[key] for key in using if key in self._where}
         for path in mine:
             with suppress(OSError):  # the folder is read-only
                 os.utime(path)
