@@ -148,3 +148,24 @@ def test_texts_are_tokenized_once_as_far_as_they_are_remembered(encoder, tmp_pat
     assert not features._tokenized
     hidden, _ = features.batch(range(len(TEXTS)))
     torch.testing.assert_close(hidden, Features(encoder, TEXTS).batch(range(len(TEXTS)))[0], rtol=0, atol=0)
+
+
+def test_remembered_texts_are_forgotten_after_a_share_of_the_work(encoder, tmp_path):
+    features = Features(encoder, TEXTS, FeatureCache(tmp_path, encoder.key))
+    assert len(features._tokenized) == len(TEXTS)
+    features.prepare(share=(1, 2))
+    assert not features._tokenized
+
+
+def test_rows_of_a_batch_may_come_in_any_order(encoder, monkeypatch):
+    """On a CPU some rows are repeated texts, whose results are dropped."""
+    texts = ["a b c", "good film a"]
+    expected = Features(encoder, texts).batch([0, 1])[0]
+    batches = TextEncoder.batches
+
+    def reversed_rows(*rest):
+        for which, hidden, mask in batches(*rest):
+            yield Batch(which[::-1], hidden.flip(0), mask.flip(0))
+
+    monkeypatch.setattr(TextEncoder, "batches", reversed_rows)
+    assert torch.equal(Features(encoder, texts).batch([0, 1])[0], expected)

@@ -161,7 +161,7 @@ class FeatureCache:
         finally:
             for packed in segment:
                 for key in packed.names:
-                    if self._in_memory[key][0] is packed:  # else it was added again since
+                    if self._in_memory.get(key, (None, 0))[0] is packed:  # else it was added again since
                         del self._in_memory[key]
 
     def _write(self, segment: list[Packed]) -> tuple[Path, dict[str, Entry]] | None:
