@@ -17,7 +17,8 @@ import torch
 import vecroute as vr
 from vecroute.demo import sentence_polarity
 from vecroute.encoders import TextEncoder
-from vecroute.encoders.cache import FeatureCache, Features
+from vecroute.encoders.cache import FeatureCache
+from vecroute.encoders.features import Features
 from vecroute.heads import make_head
 from vecroute.training import Recipe, Task, make_accelerator, train
 

@@ -40,7 +40,8 @@ from vecroute.classifier.compare import batches
 from vecroute.classifier.predicting import scores_of_batches
 from vecroute.demo.sentences import sentence_polarity
 from vecroute.encoders import TextEncoder
-from vecroute.encoders.cache import FeatureCache, Features
+from vecroute.encoders.cache import FeatureCache
+from vecroute.encoders.features import Features
 from vecroute.training.calibration import probabilities
 from vecroute.training.evaluation import calibration_error
 

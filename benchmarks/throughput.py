@@ -37,7 +37,8 @@ from torch import Tensor
 import vecroute as vr
 from vecroute.demo import sentence_polarity
 from vecroute.encoders import TextEncoder
-from vecroute.encoders.cache import GIB, FeatureCache, Features
+from vecroute.encoders.cache import GIB, FeatureCache
+from vecroute.encoders.features import Features
 from vecroute.encoders.finding import find
 from vecroute.encoders.loading import default_dtype
 from vecroute.explain.rows import chunk_step, rows_of

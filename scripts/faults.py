@@ -39,7 +39,7 @@ from tests.helpers.texts import LABELS, TEXTS  # noqa: E402
 from tests.helpers.tiny_models import save_tiny  # noqa: E402
 from vecroute.classifier.parts import encoder_for  # noqa: E402
 from vecroute.cli import main as main_of_vecroute  # noqa: E402
-from vecroute.encoders import cache  # noqa: E402
+from vecroute.encoders import cache, features  # noqa: E402
 from vecroute.training import loop  # noqa: E402
 
 PHASES = ("cache", "fit", "save", "save over", "predict", "corpus")
@@ -69,7 +69,7 @@ def work(encoder: str, place: Path, mark: Callable[[str], Any]) -> None:
     """Do everything that writes, and mark the beginning of each phase."""
     loop.CHECKPOINT_SECONDS = 0.0
     cache.SEGMENT_BYTES = 4_000  # many small segments
-    prepare = cache.Features.prepare
+    prepare = features.Features.prepare
 
     def marked(self: Any, *rest: Any, **options: Any) -> int:
         mark("cache")
@@ -77,7 +77,7 @@ def work(encoder: str, place: Path, mark: Callable[[str], Any]) -> None:
         mark("fit")
         return left
 
-    cache.Features.prepare = marked  # type: ignore[method-assign]
+    features.Features.prepare = marked  # type: ignore[method-assign]
     classifier = vr.RoutingClassifier(
         encoder, cache=place / "cache", checkpoint=place / "checkpoint", **OPTIONS
     ).fit(TEXTS, LABELS)

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.texts import TEXTS
-from tests.helpers.tiny_models import save_tiny
-from vecroute.encoders import TextEncoder, cache
+from tests.helpers.packing import pack
+from vecroute.encoders import cache
 from vecroute.encoders.ahead import ahead
-from vecroute.encoders.cache import FeatureCache, Features
-from vecroute.encoders.text import Batch
+from vecroute.encoders.cache import FeatureCache
 
 
 @pytest.mark.parametrize("n", [1, 2, 9])
@@ -38,12 +36,12 @@ def test_several_threads_keep_the_order():
 def test_a_forked_process_writes_to_the_cache_of_its_parent(tmp_path):
     """It has none of its parent's threads."""
     shared = FeatureCache(tmp_path, "k" * 32)
-    shared.put("a", torch.zeros(2, 3, 4))
+    shared.put(pack({"a": torch.zeros(2, 3, 4).half()}))
     shared.flush()
     context = multiprocessing.get_context("fork")
 
     def write():
-        shared.put("b", torch.ones(2, 3, 4))
+        shared.put(pack({"b": torch.ones(2, 3, 4).half()}))
         shared.flush()
 
     child = context.Process(target=write)
@@ -61,7 +59,7 @@ def test_readers_find_damage_at_the_same_time(tmp_path, monkeypatch):
     texts = [str(k) for k in range(60)]
     shared = FeatureCache(tmp_path, "k" * 32)
     for text in texts:
-        shared.put(text, torch.randn(2, 3, 4))
+        shared.put(pack({text: torch.randn(2, 3, 4).half()}))
     shared.flush()
     for path in shared.own.glob("*.safetensors"):
         data = path.read_bytes()
@@ -106,51 +104,32 @@ def test_an_error_in_the_thread_reaches_the_caller():
     assert threading.active_count() < 20
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return TextEncoder(save_tiny(tmp_path_factory.mktemp("encoder")), device="cpu")
-
-
-@pytest.mark.parametrize("special_tokens", [True, False])
-@pytest.mark.parametrize("batch_bytes", [1, 10_000, 10**9])
-def test_batches_of_similar_length_hold_the_same_states(encoder, special_tokens, batch_bytes, monkeypatch):
-    """A GPU encodes texts in batches of similar length; the numbers are the same to rounding."""
-    monkeypatch.setattr(cache, "GPU_BATCH_BYTES", batch_bytes)
-    encoder = TextEncoder(encoder.model, tokenizer=encoder.tokenizer, special_tokens=special_tokens)
-    texts = [*TEXTS[:20], " ".join(TEXTS[:9])]  # the last one has several chunks
-    features = Features(encoder, texts)
-    found = dict(features._encode_by_length(encoder.tokenize(texts)))
-    expected = dict(features._encode(encoder.tokenize(texts)))
-    assert found.keys() == expected.keys() == set(range(len(texts)))
-    for k, hidden in expected.items():
-        assert found[k].shape == hidden.shape
-        torch.testing.assert_close(found[k].float(), hidden.float(), rtol=2e-3, atol=2e-3)
-
-
-def test_a_text_with_great_numbers_does_not_round_the_others_of_its_batch(encoder, monkeypatch):
-    hidden = torch.randn(2, 3, encoder.depth, encoder.d_emb)
-    hidden[0, 1] *= 1e6  # more than float16 can hold
-    batch = Batch([1, 0], hidden, torch.tensor([[True] * 3, [True, True, False]]))
-    monkeypatch.setattr(TextEncoder, "batches", lambda *_: iter([batch]))
-    found = dict(Features(encoder, ["a", "b"])._encode_by_length([]))
-    assert torch.equal(found[1], hidden[0].bfloat16())
-    assert torch.equal(found[0], hidden[1, :2].half())
-
-
 def test_states_can_be_read_before_during_and_after_their_writing(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "SEGMENT_BYTES", 60)  # a few texts for each segment
+    monkeypatch.setattr(cache, "SEGMENT_BYTES", 97)  # the first six texts are a segment, the last one waits
     write, may_write = FeatureCache._write, threading.Event()
     monkeypatch.setattr(FeatureCache, "_write", lambda *rest: may_write.wait() and write(*rest))
     store = FeatureCache(tmp_path, "0" * 64)
-    states = {f"text {k}": torch.full((2, 1, 8), float(k)).half() for k in range(7)}
-    for text, hidden in states.items():
-        store.put(text, hidden)
+    states = {f"text {k}": torch.full((k, 1, 8), float(k)).half() for k in range(7)}
+    names = list(states)
+    for some in (names[:1], names[1:4], names[4:6], names[6:]):
+        store.put(pack({name: states[name] for name in some}))
     assert not list(tmp_path.glob("*/*.safetensors"))
     for _ in range(2):
-        for text, hidden in states.items():
-            assert store.n_pos(text) == 2
+        for k, (text, hidden) in enumerate(states.items()):
+            assert store.n_pos(text) == k
             assert torch.equal(store.get(text), hidden)
         may_write.set()
         store.flush()
-    assert len(list(tmp_path.glob("*/*.safetensors"))) == 4
-    assert store._in_memory("text 0") is None
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
+    assert not store._in_memory
+
+
+def test_written_segments_leave_memory_before_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "SEGMENT_BYTES", 1)
+    store = FeatureCache(tmp_path, "0" * 64)
+    store.put(pack({"a": torch.ones(2, 3, 4).half()}))
+    for _, written in store._writing:
+        written.result()
+    store.put(pack({"b": torch.ones(2, 3, 4).half()}))
+    assert "a" not in store._in_memory
+    assert torch.equal(store.get("a"), torch.ones(2, 3, 4).half())

@@ -11,7 +11,8 @@ from PIL import Image
 
 from tests.helpers.tiny_vision import KINDS, save_tiny_vision
 from vecroute.encoders import VisionEncoder, finding
-from vecroute.encoders.cache import FeatureCache, Features
+from vecroute.encoders.cache import FeatureCache
+from vecroute.encoders.features import Features
 from vecroute.io.images import Picture, check_images
 
 
@@ -255,7 +256,7 @@ def test_hidden_states_are_cached_by_what_an_image_holds(vit, tmp_path, monkeypa
     hidden, mask = again.batch(range(9))
     assert mask.all()
     torch.testing.assert_close(hidden.float(), torch.stack(expected), rtol=1e-3, atol=1e-2)
-    assert len({cache.get(picture).data_ptr() for picture in pictures[:3]}) == 2
+    assert len({cache.get(picture.key).data_ptr() for picture in pictures[:3]}) == 2
 
 
 def test_the_encoder_of_the_package_is_found_and_checked(monkeypatch, tmp_path):

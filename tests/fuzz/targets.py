@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load, save
 from starlette.testclient import TestClient
 
+from tests.helpers.packing import pack
 from tests.helpers.served import photo, tiny_classifier
 from vecroute import RoutingClassifier, serve
 from vecroute.classifier.saving import config_sha256
@@ -102,7 +103,7 @@ def cache(data: bytes) -> None:
 
 def segments() -> list[bytes]:
     keeper = FeatureCache(FOLDER / "made", "k" * 64)
-    keeper.put("a text", torch.arange(6.0).reshape(1, 2, 3))
+    keeper.put(pack({"a text": torch.arange(6.0).reshape(1, 2, 3).half()}))
     keeper.flush()
     return [path.read_bytes() for path in keeper.own.glob("*.safetensors")][:1]
 

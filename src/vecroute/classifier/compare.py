@@ -10,7 +10,7 @@ from vecroute.classifier.estimator import RoutingClassifier
 from vecroute.classifier.fitting import features_of
 from vecroute.classifier.labels import check_labels, check_texts, split
 from vecroute.classifier.predicting import scores_of_batches
-from vecroute.encoders.cache import Features
+from vecroute.encoders.features import Features
 from vecroute.encoders.text import Batch, length_batches
 from vecroute.heads import HEADS
 from vecroute.ops.checks import check_choice, check_size

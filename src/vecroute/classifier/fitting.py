@@ -21,9 +21,9 @@ from vecroute.classifier.labels import (
     split,
 )
 from vecroute.classifier.parts import N_JUDGING, as_python, cache_for, encoder_for, new_head
-from vecroute.encoders.cache import Features
 from vecroute.encoders.either import is_of_images
 from vecroute.encoders.entries import text_key
+from vecroute.encoders.features import Features
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.heads import CHOOSING
 from vecroute.io.images import check_images

@@ -19,7 +19,7 @@ from sklearn.preprocessing import StandardScaler  # type: ignore[import-untyped]
 
 from vecroute.classifier import RoutingClassifier
 from vecroute.classifier.parts import cache_for
-from vecroute.encoders.cache import Features
+from vecroute.encoders.features import Features
 from vecroute.storage import write_file
 from vecroute.training.evaluation import evaluate
 

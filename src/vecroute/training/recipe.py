@@ -81,7 +81,7 @@ class Recipe:
 
 
 class Source(Protocol):
-    """The source of hidden states: ``encoders.cache.Features``."""
+    """The source of hidden states: ``encoders.features.Features``."""
 
     lengths: list[int]
     position_bytes: int  # bytes of the hidden states at one position
