@@ -2,7 +2,7 @@
 
 from table_rows import GPU, Row, read, record, row, short, size, table
 
-CALL = ("case", "batch", "n_inp", "n_out", "d_inp", "n_iters")  # these columns tell the eager calls of a mode apart
+CALL = ("case", "batch", "n_inp", "n_out", "d_inp", "n_iters")  # tell the eager calls of a mode apart
 BOTH = ("official", "fused")
 
 
