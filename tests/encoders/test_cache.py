@@ -3,12 +3,14 @@
 import copy
 import errno
 import hashlib
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from tests.helpers.packing import pack
 from tests.helpers.tiny_models import save_tiny
 from vecroute.encoders import TextEncoder, cache
 from vecroute.encoders.cache import FeatureCache
-from vecroute.encoders.entries import text_key
+from vecroute.encoders.entries import digest, text_key
 from vecroute.encoders.features import Features
 
 TEXTS = [f"{'very ' * (k % 7)}good film {chr(97 + k)}" for k in range(20)]
@@ -185,14 +187,27 @@ def test_segments_not_used_for_longest_make_room(encoder, tmp_path):
     assert_right(features)
 
 
-@pytest.mark.parametrize("listed", ["[]", '{"a": 1}', '{"a": ["x", 3, 4]}', "[" * 5000, "NaN"])
-def test_headers_that_are_sealed_but_wrong_are_deleted(listed, tmp_path):
+@pytest.mark.parametrize("crc32", ["", "x", "-1", "9" * 5000, "0"])
+def test_headers_that_are_wrong_are_deleted(crc32, tmp_path):
     key = "0" * 64
     segment = tmp_path / key[:32] / "a.safetensors"
     segment.parent.mkdir()
-    seal = hashlib.sha256((key + listed).encode()).hexdigest()
-    save_file({"a": torch.zeros(1)}, segment, {"encoder": key, "entries": listed, "sha256": seal})
-    assert FeatureCache(tmp_path, key).get("good") is None
+    metadata = {"encoder": key, "crc32": crc32, "sha256": hashlib.sha256(key.encode()).hexdigest()}
+    save_file({"a": torch.zeros(1, 1, 1).half()}, segment, metadata)
+    assert FeatureCache(tmp_path, key).get("a") is None
+    assert not segment.exists()
+
+
+def test_a_header_that_is_sealed_but_wrong_is_deleted(tmp_path):
+    key, data = "0" * 64, bytes(4)
+    described = {"a": {"dtype": "F32", "shape": [1, 1, 1], "data_offsets": [0, 4]}}
+    seal = digest(key, zlib.crc32(data), described)
+    metadata = {"encoder": key, "crc32": str(zlib.crc32(data)), "sha256": seal}
+    listed = json.dumps({"__metadata__": metadata, **described}).encode()
+    segment = tmp_path / key[:32] / "a.safetensors"
+    segment.parent.mkdir()
+    segment.write_bytes(len(listed).to_bytes(8, "little") + listed + data)
+    assert FeatureCache(tmp_path, key).get("a") is None
     assert not segment.exists()
 
 
@@ -274,7 +289,7 @@ def test_hidden_states_are_the_same_bits_with_any_cache(encoder, tmp_path):
         assert all(torch.equal(found[k], expected[k]) for k in expected)
 
 
-@pytest.mark.parametrize("change", ["encoder", "swapped", "shape", "dtype", "header", "no header"])
+@pytest.mark.parametrize("change", ["encoder", "swapped", "shape", "dtype", "checksum", "no header"])
 def test_entries_that_do_not_fit_are_made_anew(encoder, tmp_path, change):
     """A complete segment may not fit the hidden states of this encoder for these texts."""
     filled(encoder, tmp_path)
@@ -282,15 +297,15 @@ def test_entries_that_do_not_fit_are_made_anew(encoder, tmp_path, change):
     tensors, head = load_file(path), safe_open(path, "pt").metadata()
     one, other = sorted(tensors)[:2]
     if change == "encoder":
-        head = cache.header("0" * 64, {key: cache.Entry.of(hidden) for key, hidden in tensors.items()})
+        head["encoder"] = "0" * 64
     elif change == "swapped":
         tensors[one], tensors[other] = tensors[other], tensors[one]
     elif change == "shape":
         tensors[one] = tensors[one][:1].clone()
     elif change == "dtype":
         tensors[one] = tensors[one].float()
-    elif change == "header":
-        head["entries"] = head["entries"].replace(one, other)
+    elif change == "checksum":
+        head["crc32"] = str(int(head["crc32"]) ^ 1)
     else:
         head = {}
     save_file(tensors, path, head)

@@ -1,15 +1,18 @@
-"""The format of a segment: what safetensors reads, and what earlier versions wrote."""
+"""The format of a segment: safetensors reads it, and its checksum is compared once."""
 
 import hashlib
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.helpers.packing import pack
+from vecroute.encoders import cache, entries
 from vecroute.encoders.cache import FeatureCache
-from vecroute.encoders.entries import write_segment
+from vecroute.encoders.entries import checksum_of, read_contents, write_segment
 
 
 def test_bfloat16_and_float16_are_kept_as_they_are(tmp_path):
@@ -34,10 +37,12 @@ def test_safetensors_reads_a_segment(tmp_path):
         {"é": torch.randn(1, 2, 7).bfloat16()},
         {"c": torch.ones(0, 2, 7).half()},
     ]
-    write_segment(tmp_path / "x", [pack(segment) for segment in segments], {"encoder": "k"})
+    contents = write_segment(tmp_path / "x", [pack(segment) for segment in segments], "k")
+    assert read_contents(tmp_path / "x", "k") == contents
+    assert checksum_of(tmp_path / "x") == contents.checksum
     expected = {name: hidden for segment in segments for name, hidden in segment.items()}
     with safe_open(tmp_path / "x", "pt") as file:
-        assert file.metadata() == {"encoder": "k"}
+        assert file.metadata()["encoder"] == "k"
         assert set(file.keys()) == set(expected)
         for name, hidden in expected.items():
             found = file.get_tensor(name)
@@ -45,23 +50,50 @@ def test_safetensors_reads_a_segment(tmp_path):
             assert torch.equal(found, hidden)
 
 
-def test_segments_of_earlier_versions_are_read(tmp_path):
-    """They were written by safetensors, text by text."""
+def test_the_checksum_is_read_in_parts(tmp_path, monkeypatch):
+    contents = write_segment(tmp_path / "x", [pack({"a": torch.randn(7, 3, 5).half()})], "k")
+    monkeypatch.setattr(entries, "READ_BYTES", 33)
+    assert checksum_of(tmp_path / "x") == contents.checksum
+
+
+def test_segments_of_earlier_versions_are_deleted(tmp_path):
+    """They had a checksum for each text."""
     key = "0" * 64
-    states = {name: torch.randn(n, 3, 4).half() for name, n in (("a", 2), ("b", 5))}
-    sums = {name: zlib.crc32(hidden.numpy().tobytes()) for name, hidden in states.items()}
-    listed = (
-        f'{{"a": ["torch.float16", [2, 3, 4], {sums["a"]}], "b": ["torch.float16", [5, 3, 4], {sums["b"]}]}}'
-    )
+    hidden = torch.randn(2, 3, 4).half()
+    listed = f'{{"a": ["torch.float16", [2, 3, 4], {zlib.crc32(hidden.numpy().tobytes())}]}}'
     seal = hashlib.sha256((key + listed).encode()).hexdigest()
     (tmp_path / key[:32]).mkdir()
     path = tmp_path / key[:32] / "a.safetensors"
-    save_file(states, path, {"encoder": key, "entries": listed, "sha256": seal})
-    store = FeatureCache(tmp_path, key)
-    for name, hidden in states.items():
-        assert store.n_pos(name) == len(hidden)
-        assert torch.equal(store.get(name), hidden)
-    store.put(pack(states))
+    save_file({"a": hidden}, path, {"encoder": key, "entries": listed, "sha256": seal})
+    assert FeatureCache(tmp_path, key).get("a") is None
+    assert not path.exists()
+
+
+def test_threads_check_a_segment_once(tmp_path, monkeypatch):
+    store = FeatureCache(tmp_path, "0" * 64)
+    store.put(states := pack({str(k): torch.randn(2, 3, 5).half() for k in range(40)}))
     store.flush()
-    (written,) = set(store.own.glob("*.safetensors")) - {path}
-    assert safe_open(written, "pt").metadata() == safe_open(path, "pt").metadata()
+    again, counted = FeatureCache(tmp_path, "0" * 64), []
+
+    def slow(path):
+        counted.append(path)
+        time.sleep(0.1)
+        return checksum_of(path)
+
+    monkeypatch.setattr(cache, "checksum_of", slow)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(again.get, states.names))
+    assert len(counted) == 1
+    assert torch.equal(torch.cat(found), states.hidden)
+
+
+def test_no_thread_reads_a_damaged_segment(tmp_path):
+    store = FeatureCache(tmp_path, "0" * 64)
+    store.put(states := pack({str(k): torch.randn(2, 3, 5).half() for k in range(40)}))
+    store.flush()
+    (path,) = store.own.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    again = FeatureCache(tmp_path, "0" * 64)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(again.get, states.names)) == [None] * 40
+    assert not path.exists()

@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vecroute.encoders.entries import Entry, Packed, header, read_entries, write_segment
+from vecroute.encoders.entries import Contents, Entry, Packed, checksum_of, read_contents, write_segment
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ def default_folder() -> Path:
 class FeatureCache:
     """The hidden states of one encoder for many texts, in files that are written once and never changed.
 
-    A segment is a safetensors file with the hidden states of some texts. Its header names the encoder, and
-    gives the dtype, the shape and a checksum for each text. It is written under a temporary name and then
-    renamed, so there are no partial segments, and two processes may add segments at the same time. A segment
-    that is damaged or belongs to another encoder is deleted, and its texts are computed again.
+    A segment is a safetensors file with the hidden states of some texts. Its header names the encoder and has
+    a checksum, which is compared when the first of these texts is read. The file is written under a temporary
+    name and then renamed, so there are no partial segments, and two processes may add segments at the same
+    time. A segment that is damaged or of another encoder is deleted, and its texts are computed again.
 
     Args:
         folder: the folder of the cache. Each encoder has a subfolder for its segments.
@@ -61,7 +61,8 @@ class FeatureCache:
         self._where: dict[str, Path] = {}  # key of a text -> its segment
         self._entries: dict[str, Entry] = {}  # key of a text -> its entry in the header
         self._refused: set[Path] = set()  # damaged segments that could not be deleted
-        self._checked: set[str] = set()
+        self._checksums: dict[Path, int] = {}  # expected checksums of segments that were not read yet
+        self._checking: dict[Path, threading.Lock] = {}
         self._waiting: list[Packed] = []  # the next segment
         self._waiting_bytes = 0
         self._writers: tuple[int, ThreadPoolExecutor] | None = None  # with the process that they belong to
@@ -82,19 +83,17 @@ class FeatureCache:
                 continue
             try:
                 file = safe_open(path, "pt")
-                entries = read_entries(file.metadata() or {}, self.key)
-                if set(entries) != set(file.keys()):
-                    raise ValueError("its tensors do not match its header")
+                contents = read_contents(path, self.key)
             except (OSError, SafetensorError, ValueError) as error:
                 self._drop(path, error)
                 continue
-            self._add(path, file, entries)
+            self._add(path, file, contents)
 
-    def _add(self, path: Path, file: Any, entries: dict[str, Entry]) -> None:
+    def _add(self, path: Path, file: Any, contents: Contents) -> None:
         self._files[path] = file
-        self._where.update(dict.fromkeys(entries, path))
-        self._entries |= entries
-        self._checked -= entries.keys()  # an earlier segment may hold the same texts
+        self._checksums[path], self._checking[path] = contents.checksum, threading.Lock()
+        self._where.update(dict.fromkeys(contents.entries, path))
+        self._entries |= contents.entries
 
     def n_pos(self, key: str) -> int | None:
         """Return the number of positions of a text, None if it is not in the cache."""
@@ -112,13 +111,29 @@ class FeatureCache:
         file = self._files.get(path) if path is not None else None
         if path is None or file is None:
             return None
+        if not self._is_sound(path):
+            self._drop(path, "its checksum differs")
+            return None
         hidden = file.get_tensor(key)  # [n_pos, depth, d_emb]
-        if key not in self._checked:
-            if Entry.of(hidden) != self._entries[key]:
-                self._drop(path, "shape, dtype or checksum differs")
-                return None
-            self._checked.add(key)
+        if Entry.of(hidden) != self._entries[key]:
+            self._drop(path, "shape or dtype differs")
+            return None
         return hidden
+
+    def _is_sound(self, path: Path) -> bool:
+        """Return whether a segment has its checksum, which is computed once. Other threads wait meanwhile."""
+        if path not in self._checksums:
+            return True
+        with self._checking[path]:
+            if path in self._checksums:
+                try:
+                    found = checksum_of(path)
+                except OSError:  # another process has just deleted it
+                    return False
+                if found != self._checksums[path]:
+                    return False
+                del self._checksums[path]
+        return True
 
     def put(self, packed: Packed) -> None:
         """Add hidden states of texts, in two bytes per number, on the CPU. ``flush`` writes them."""
@@ -164,16 +179,15 @@ class FeatureCache:
                     if self._in_memory.get(key, (None, 0))[0] is packed:  # else it was added again since
                         del self._in_memory[key]
 
-    def _write(self, segment: list[Packed]) -> tuple[Path, dict[str, Entry]] | None:
-        """Write a segment. Return its path and entries, None if that is not possible."""
+    def _write(self, segment: list[Packed]) -> tuple[Path, Contents] | None:
+        """Write a segment. Return its path and contents, None if that is not possible."""
         path = self.own / f"{uuid.uuid4().hex}.safetensors"
         temporary = path.with_suffix(".tmp")
         try:
-            entries = {key: entry for packed in segment for key, entry in packed.entries().items()}
             # No fsync, which would take longer than all else: a checksum finds what a power failure destroys.
-            write_segment(temporary, segment, header(self.key, entries))
+            contents = write_segment(temporary, segment, self.key)
             temporary.replace(path)
-            return path, entries
+            return path, contents
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)

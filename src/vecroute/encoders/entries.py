@@ -1,16 +1,18 @@
-"""A file of hidden states: it names their encoder, and the expected content for each text."""
+"""A file of hidden states, a segment: it names their encoder, the texts, and a checksum."""
 
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 STORED = {torch.float16: "F16", torch.bfloat16: "BF16"}  # dtypes, and their names in safetensors files
+READ_BYTES = 16 * 1024**2  # of a segment, read at a time
 
 
 def text_key(text: Any) -> str:
@@ -21,15 +23,21 @@ def text_key(text: Any) -> str:
 
 
 class Entry(NamedTuple):
-    """The entry of a text in the header of a segment, which describes its hidden states."""
+    """What a segment says about the hidden states of a text."""
 
-    dtype: str
+    dtype: str  # as safetensors names it
     shape: tuple[int, ...]  # n_pos, depth, d_emb
-    checksum: int
 
     @classmethod
     def of(cls, hidden: Tensor) -> "Entry":
-        return cls(str(hidden.dtype), tuple(hidden.shape), zlib.crc32(data_of(hidden)))
+        return cls(STORED.get(hidden.dtype, ""), tuple(hidden.shape))
+
+
+class Contents(NamedTuple):
+    """What the header of a segment says about it."""
+
+    entries: dict[str, Entry]  # by key of a text
+    checksum: int  # of the hidden states of all texts together
 
 
 class Packed(NamedTuple):
@@ -44,64 +52,85 @@ class Packed(NamedTuple):
         start = sum(self.counts[:row])
         return self.hidden[start : start + self.counts[row]]  # [n_pos, depth, d_emb]
 
-    def entries(self) -> dict[str, Entry]:
-        """Return the entry of each text. Slices of bytes take far less time than slices of tensors."""
-        data, (depth, d_emb) = data_of(self.hidden), self.hidden.shape[1:]
-        dtype, size = str(self.hidden.dtype), self.hidden.element_size() * depth * d_emb
-        found, end = {}, 0
-        for key, n in zip(self.names, self.counts, strict=True):
-            start, end = end, end + n * size
-            found[key] = Entry(dtype, (n, depth, d_emb), zlib.crc32(data[start:end]))
-        return found
-
 
 def data_of(hidden: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without a copy."""
     return hidden.reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_segment(path: Path, segment: Sequence[Packed], metadata: dict[str, str]) -> None:
+def write_segment(path: Path, segment: Sequence[Packed], key: str) -> Contents:
     """Write a safetensors file of hidden states of two bytes per number, with a tensor for each text.
 
     ``save_file`` of safetensors writes the same. But it examines every tensor in Python code, so that threads
-    which write files would keep the thread that computes hidden states waiting.
+    which write files would keep the thread that computes hidden states waiting. For the same reason there is
+    one checksum for all texts: the threads only need the interpreter a few times for each segment.
+
+    Args:
+        path: the file.
+        segment: hidden states on the CPU.
+        key: the key of the encoder.
     """
-    described: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
+    described: dict[str, Any] = {}
+    end = checksum = 0
     for packed in segment:
         dtype, shape = STORED[packed.hidden.dtype], packed.hidden.shape[1:]
-        for key, n in zip(packed.names, packed.counts, strict=True):
+        for text, n in zip(packed.names, packed.counts, strict=True):
             start, end = end, end + 2 * n * shape.numel()
-            described[key] = {"dtype": dtype, "shape": [n, *shape], "data_offsets": [start, end]}
-    listed = json.dumps(described).encode()
+            described[text] = {"dtype": dtype, "shape": [n, *shape], "data_offsets": [start, end]}
+        checksum = zlib.crc32(data_of(packed.hidden), checksum)
+    metadata = {"encoder": key, "crc32": str(checksum), "sha256": digest(key, checksum, described)}
+    listed = json.dumps({"__metadata__": metadata, **described}).encode()
     listed += b" " * (-len(listed) % 8)  # the data starts at a multiple of 8 bytes
     with open(path, "wb") as file:
         file.write(len(listed).to_bytes(8, "little") + listed)
         file.writelines(data_of(packed.hidden) for packed in segment)
+    return Contents(entries_of(described), checksum)
 
 
-def header(key: str, entries: dict[str, Entry]) -> dict[str, str]:
-    """Make the metadata of a segment, with a checksum of the metadata itself."""
-    listed = json.dumps(entries)
-    return {"encoder": key, "entries": listed, "sha256": hashlib.sha256((key + listed).encode()).hexdigest()}
-
-
-def read_entries(metadata: dict[str, str], key: str) -> dict[str, Entry]:
-    """Read the entries that ``header`` wrote.
+def read_contents(path: Path, key: str) -> Contents:
+    """Read the header of a segment that safetensors could open.
 
     Raises:
         ValueError: the segment belongs to another encoder or an earlier version, or is damaged.
+        OSError: the file cannot be read.
     """
-    listed = metadata.get("entries", "")
-    if metadata.get("encoder") != key:
-        raise ValueError("it belongs to another encoder")
-    if metadata.get("sha256") != hashlib.sha256((key + listed).encode()).hexdigest():
-        raise ValueError("its header is damaged")
+    with open(path, "rb") as file:
+        listed = file.read(header_size(file))
     try:
-        found = json.loads(listed).items()
-        return {text: Entry(dtype, tuple(shape), crc) for text, (dtype, shape, crc) in found}
-    except (AttributeError, TypeError, RecursionError) as error:
+        described = json.loads(listed)
+        metadata = described.pop("__metadata__", {})
+        if metadata.get("encoder") != key:
+            raise ValueError("it belongs to another encoder")
+        checksum = int(metadata.get("crc32", "0"))
+        if metadata.get("sha256") != digest(key, checksum, described):
+            raise ValueError("its header is damaged")
+        return Contents(entries_of(described), checksum)
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("its header has other entries than a cache writes") from error
+
+
+def checksum_of(path: Path) -> int:
+    """Return the checksum of the hidden states in a segment."""
+    found = 0
+    with open(path, "rb") as file:
+        file.seek(header_size(file), os.SEEK_CUR)
+        while part := file.read(READ_BYTES):
+            found = zlib.crc32(part, found)
+    return found
+
+
+def header_size(file: BinaryIO) -> int:
+    """Read the size of the header that follows, at most the size of the file."""
+    return min(int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size)
+
+
+def digest(key: str, checksum: int, described: dict[str, Any]) -> str:
+    """Return a checksum of what the header says."""
+    return hashlib.sha256(f"{key} {checksum} {json.dumps(described)}".encode()).hexdigest()
+
+
+def entries_of(described: dict[str, Any]) -> dict[str, Entry]:
+    return {text: Entry(each["dtype"], tuple(each["shape"])) for text, each in described.items()}
 
 
 def halved(hidden: Tensor) -> Tensor:
