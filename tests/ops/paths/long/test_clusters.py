@@ -106,12 +106,14 @@ def test_x_out_without_a_toolkit(calls, monkeypatch):
 def test_rows_have_units_of_their_own(calls):
     """Rows, and coefficients of outputs, differ by more than the range of float16."""
     layer = make(3000, 40, 1024)
-    with torch.no_grad():
-        layer.beta_use *= 10.0 ** torch.linspace(-3, 3, 40)
-        layer.beta_ign *= 10.0 ** torch.linspace(-3, 3, 40)
+    with torch.no_grad():  # a model that transformers loaded before makes torch.device miss linspace
+        layer.beta_use *= 10.0 ** torch.linspace(-3, 3, 40, device="cuda")
+        layer.beta_ign *= 10.0 ** torch.linspace(-3, 3, 40, device="cuda")
     for size in (1e-12, 1.0, 1e12):
         x_inp = (
-            torch.randn(3000, 1024) * 10.0 ** torch.linspace(-4, 4, 3000)[torch.randperm(3000), None] * size
+            torch.randn(3000, 1024)
+            * 10.0 ** torch.linspace(-4, 4, 3000, device="cuda")[torch.randperm(3000), None]
+            * size
         )
         assert_x_out_as_good(layer, x_inp)
     assert calls
