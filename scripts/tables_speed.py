@@ -4,6 +4,7 @@ from table_rows import GPU, Row, read, record, row, short, size, table
 
 CALL = ("case", "batch", "n_inp", "n_out", "d_inp", "n_iters")  # tell the eager calls of a mode apart
 BOTH = ("official", "fused")
+EAGER_HEADS = ("routing", "probe, MLPs", "probe")
 
 
 def eager(*, others: bool = True) -> str:
@@ -42,6 +43,21 @@ def eager_kinds() -> str:
             cells.append(f"{float(found['whole_ms']):.2f} ms" if found else "-")
         lines.append((size(row("eager", kind="masked", implementation="fused", **same)), *cells))
     return table("sizes | all inputs | padded, with a mask | packed", lines)
+
+
+def eager_heads() -> str:
+    """Tabulate whole heads on padded hidden states with masks: eager, as one CUDA graph, and compiled."""
+    lines = []
+    found = {(r["batch"], r["n_inp"], r["d_inp"], r["mode"]) for r in read("eager", {"case": "heads"})}
+    for batch, n_inp, d, mode in sorted(found, key=lambda key: (int(key[2]), key[3] != "tf32")):
+        same = {"case": "heads", "batch": batch, "n_inp": n_inp, "mode": mode}
+        heads = [row("eager", kind="masked", implementation=name, **same) for name in EAGER_HEADS]
+        cells = [f"{float(r['whole_ms']):.1f} / {float(r['captured_ms']):.2f} ms" for r in heads]
+        compiled = read("eager", {"kind": "compiled", **same})
+        whole = f"{float(compiled[-1]['whole_ms']):.1f} ms" if compiled else "-"
+        lines.append((f"{batch} x {int(n_inp):,} x {d}", mode, *cells, whole))
+    names = "`RoutingHead` | probe with MLPs | probe | `RoutingHead`, compiled"
+    return table(f"hidden states | precision | {names}", lines)
 
 
 def million() -> str:
