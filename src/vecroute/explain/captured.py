@@ -40,8 +40,10 @@ def split_reading(
 ) -> Split:
     """Do the same as ``split_words`` for texts, with a graph if there is one for batches of this shape."""
     device = reading.mask.device
+    here = device.type in DEVICES and next(head.parameters()).device == device
     rows_are_texts = len(reading.runs) == 1 and reading.runs[0].keep is reading.mask
-    if device.type in DEVICES and next(head.parameters()).device == device and rows_are_texts:
+    # Autocast keeps its copies of weights only while it is on, so no graph may read them.
+    if here and rows_are_texts and not torch.is_autocast_enabled(device.type):
         split = graphs_of(head).split(encoder, head, reading, outputs, options)
         if split is not None:
             check_complete(reading.name, split.error, split.dtype)
@@ -84,7 +86,7 @@ class Graphs:
             return None
         key = rows, columns, outputs.shape[1], *sorted(options.items())
         with self.turn, torch.inference_mode(False):  # buffers made in that mode could not be written later
-            self.forget_others(state_of(encoder.model, head))
+            self.forget_others(state_of(encoder, head))
             self.seen[key] += 1
             if key not in self.captured and (self.seen[key] <= EAGER or len(self.captured) >= MOST_GRAPHS):
                 return None
@@ -168,17 +170,20 @@ def on_host(split: Split, b: int, n: int) -> Split:
     return Split(values, base, scores, all_scores, error, split.dtype)
 
 
-def state_of(*modules: nn.Module) -> tuple:
+def state_of(encoder: TextEncoder, head: nn.Module) -> tuple:
     """Return all on which a graph depends beside the contents of its buffers and of the weights."""
-    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
-    return (
-        *(tensor.data_ptr() for tensor in tensors),
-        *(module.training for module in modules),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_float32_matmul_precision(),
+    state: list[object] = [
+        *encoder.depths,
+        str(head),  # its options, such as the number of iterations
+        # get_float32_matmul_precision() would raise if somebody has set this name to "tf32".
+        torch.backends.cuda.matmul.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
-    )
+    ]
+    for module in chain(encoder.model.modules(), head.modules()):
+        tensors = chain(module._parameters.values(), module._buffers.values())
+        state += [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        state += [module.training, *module._forward_pre_hooks, *module._forward_hooks]
+    return tuple(state)
 
 
 _graphs: WeakKeyDictionary[nn.Module, Graphs] = WeakKeyDictionary()
