@@ -169,6 +169,18 @@ def test_no_graph_under_autocast(encoder, graphed):
     assert captured.graphs_of(head).captured
 
 
+def test_after_a_failure_there_are_no_graphs(encoder, graphed, monkeypatch):
+    head, asked = head_on(encoder), []
+    words(encoder, head, MANY[:1])
+    graphs = captured.graphs_of(head)
+    assert graphs.captured
+    monkeypatch.setattr(captured.Graphs, "capture", lambda *rest: asked.append(rest))
+    for texts in (MANY[:2], MANY[:5], MANY[:1]):
+        words(encoder, head, texts)
+    assert len(asked) == 1
+    assert not graphs.captured
+
+
 def test_modes_of_autograd_do_not_matter(encoder, graphed):
     head = head_on(encoder)
     expected = words(encoder, head, MANY)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -67,7 +67,7 @@ class Graphs:
         self.captured: dict[tuple, Captured] = {}  # by shape and options
         self.seen: Counter[tuple] = Counter()
         self.failed = False  # a capture has failed
-        self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+        self.memory: tuple[torch.cuda.Stream, Any] | None = None  # a stream and a pool for all captures
 
     def split(
         self,
@@ -82,10 +82,12 @@ class Graphs:
         rows = padded(b) if b > SHORTEST else 1 << (b - 1).bit_length()
         columns = min(padded(n), encoder.max_length)
         most = min(MOST_POSITIONS, positions_at_once(encoder.model, reading.mask.device))
-        if self.failed or rows * columns > most:
+        if rows * columns > most:
             return None
         key = rows, columns, outputs.shape[1], *sorted(options.items())
         with self.turn, torch.inference_mode(False):  # buffers made in that mode could not be written later
+            if self.failed:
+                return None
             self.forget_others(state_of(encoder, head))
             self.seen[key] += 1
             if key not in self.captured and (self.seen[key] <= EAGER or len(self.captured) >= MOST_GRAPHS):
@@ -95,6 +97,8 @@ class Graphs:
                 with torch.cuda.device_of(inputs[0]):
                     replay = self.capture(encoder, head, reading, inputs, options)
                 if replay is None:
+                    self.failed = True
+                    self.captured.clear()  # gives the memory of earlier graphs back
                     return None
                 self.captured[key] = Captured(inputs, replay)
             captured = self.captured[key]
@@ -107,6 +111,7 @@ class Graphs:
             self.state = state
             self.captured.clear()
             self.seen.clear()
+            self.memory = None  # PyTorch refuses a pool whose graphs have all gone
 
     def capture(
         self,
@@ -122,8 +127,10 @@ class Graphs:
         run = partial(unchecked_split, reading, head, outputs, **options)
         if ids.device.type != "cuda":
             return run
-        current, side = torch.cuda.current_stream(ids.device), torch.cuda.Stream(ids.device)
-        graph = torch.cuda.CUDAGraph()
+        # The default stream of captures belongs to the device of the first capture in this process.
+        self.memory = self.memory or (torch.cuda.Stream(ids.device), torch.cuda.graph_pool_handle())
+        side, pool = self.memory
+        current, graph = torch.cuda.current_stream(ids.device), torch.cuda.CUDAGraph()
         try:
             side.wait_stream(current)
             with torch.cuda.stream(side):
@@ -132,11 +139,10 @@ class Graphs:
             current.wait_stream(side)
             # The outer context restores the stream after a failed capture. The mode is thread_local, because
             # another thread may use the device meanwhile.
-            with torch.cuda.stream(current), torch.cuda.graph(graph, self.pool, None, "thread_local"):
+            with torch.cuda.stream(current), torch.cuda.graph(graph, pool, side, "thread_local"):
                 split = run()
         except RuntimeError as error:  # the model needs values on the host, or memory runs out
             logger.warning(NOT_CAPTURED, error)
-            self.failed = True
             return None
 
         def replay() -> Split:
