@@ -1,5 +1,6 @@
 """The format of a segment: safetensors reads it, and its checksum is compared once."""
 
+import errno
 import hashlib
 import time
 import zlib
@@ -96,4 +97,40 @@ def test_no_thread_reads_a_damaged_segment(tmp_path):
     again = FeatureCache(tmp_path, "0" * 64)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(again.get, states.names)) == [None] * 40
+    assert not path.exists()
+
+
+def segment_of_40(folder):
+    """Write a segment of 40 texts. Return a cache that has opened it, the segment, and the hidden states."""
+    store = FeatureCache(folder, "0" * 64)
+    store.put(states := pack({str(k): torch.randn(k % 3, 3, 5).half() for k in range(40)}))
+    store.flush()
+    (path,) = store.own.glob("*.safetensors")
+    return FeatureCache(folder, "0" * 64), path, states
+
+
+def test_a_segment_that_another_process_deletes_stays_readable(tmp_path):
+    """Another process may need room."""
+    store, path, states = segment_of_40(tmp_path)
+    path.unlink()
+    found = [store.get(name) for name in states.names]
+    assert all(hidden is not None for hidden in found)
+    assert torch.equal(torch.cat(found), states.hidden)
+
+
+def test_a_damaged_segment_that_another_process_deletes_is_not_read(tmp_path):
+    _, path, states = segment_of_40(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    store = FeatureCache(tmp_path, "0" * 64)
+    path.unlink()
+    assert [store.get(name) for name in states.names] == [None] * 40
+
+
+def test_a_segment_that_cannot_be_read_is_deleted(tmp_path, monkeypatch):
+    def fails(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    store, path, _ = segment_of_40(tmp_path)
+    monkeypatch.setattr(cache, "checksum_of", fails)
+    assert store.get("1") is None
     assert not path.exists()

@@ -92,7 +92,7 @@ def test_buffers_never_exceed_the_limit_of_the_encoder(tmp_path, graphed):
     assert buffers[0].shape == (1, 11)
 
 
-def test_changed_weights_and_settings_are_noticed(encoder, graphed, monkeypatch):
+def test_changed_weights_are_noticed(encoder, graphed):
     head = head_on(encoder)
     words(encoder, head, MANY[:2])
     graphs = captured.graphs_of(head)
@@ -107,12 +107,78 @@ def test_changed_weights_and_settings_are_noticed(encoder, graphed, monkeypatch)
     words(encoder, head, MANY[:1])
     assert len(graphs.captured) == 1
     assert set(graphs.captured) != kept
-    state = captured.state_of(encoder.model, head)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
-    assert captured.state_of(encoder.model, head) != state
-    monkeypatch.undo()
-    assert captured.state_of(encoder.model, head) == state
-    assert captured.state_of(encoder.model, head.train()) != state
+
+
+def as_it_was(*given):
+    return given[-1]
+
+
+@pytest.mark.parametrize("change", ["n_iters", "train", "part", "hook", "hook before"])
+def test_graphs_of_other_settings_are_forgotten(encoder, graphed, change):
+    head = head_on(encoder)
+    words(encoder, head, MANY[:2])
+    (before,) = captured.graphs_of(head).captured.values()
+    if change == "n_iters":
+        head.network[1].n_iters = 3
+    elif change == "train":
+        head.train()
+    elif change == "part":
+        head.network[0].train()
+    elif change == "hook":
+        encoder.model.encoder.layer[0].register_forward_hook(as_it_was)
+    else:
+        head.network[0].register_forward_pre_hook(as_it_was)
+    words(encoder, head, MANY[:1])
+    (after,) = captured.graphs_of(head).captured.values()
+    assert after is not before
+
+
+def test_graphs_of_another_matmul_precision_are_forgotten(encoder, graphed):
+    head, matmul = head_on(encoder), torch.backends.cuda.matmul
+    words(encoder, head, MANY[:2])
+    (before,) = captured.graphs_of(head).captured.values()
+    precision = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"  # get_float32_matmul_precision() raises now
+        words(encoder, head, MANY[:1])
+    finally:
+        matmul.fp32_precision = precision
+    (after,) = captured.graphs_of(head).captured.values()
+    assert after is not before
+
+
+def test_encoders_of_one_model_may_read_other_depths(encoder, graphed):
+    others = [
+        TextEncoder(encoder.model, tokenizer=encoder.tokenizer, depths=depths) for depths in ([0, 1], [2, 1])
+    ]
+    head = head_on(others[0])
+    for other in others:
+        found = words(other, head, MANY)
+        expected = other.encode(MANY)
+        for one, hidden in zip(found, expected, strict=True):
+            scores = head(hidden[None], torch.ones(1, len(hidden), dtype=torch.bool))[0]
+            torch.testing.assert_close(one["all_scores"], scores.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_no_graph_under_autocast(encoder, graphed):
+    head = head_on(encoder)
+    with torch.autocast("cpu", torch.bfloat16):
+        words(encoder, head, MANY)
+    assert not captured.graphs_of(head).captured
+    words(encoder, head, MANY)
+    assert captured.graphs_of(head).captured
+
+
+def test_after_a_failure_there_are_no_graphs(encoder, graphed, monkeypatch):
+    head, asked = head_on(encoder), []
+    words(encoder, head, MANY[:1])
+    graphs = captured.graphs_of(head)
+    assert graphs.captured
+    monkeypatch.setattr(captured.Graphs, "capture", lambda *rest: asked.append(rest))
+    for texts in (MANY[:2], MANY[:5], MANY[:1]):
+        words(encoder, head, texts)
+    assert len(asked) == 1
+    assert not graphs.captured
 
 
 def test_modes_of_autograd_do_not_matter(encoder, graphed):

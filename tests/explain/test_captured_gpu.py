@@ -86,6 +86,21 @@ def test_threads_take_turns(tmp_path):
             check_equal(result, expected[k], 1e-3)
 
 
+def test_graphs_are_captured_again_when_weights_move(tmp_path):
+    encoder = TextEncoder(tiny_models.save_tiny(tmp_path, "bert"), device="cuda", dtype=torch.float32)
+    head = head_on(encoder).cuda()
+    expected = words(encoder, head, MANY)
+    graphs = captured.graphs_of(head)
+    for _ in range(3):
+        for parameter in head.parameters():
+            parameter.data = parameter.data.clone()
+        for _ in range(captured.EAGER + 1):
+            found = words(encoder, head, MANY)
+        check_equal(found, expected, 1e-3)
+        assert len(graphs.captured) == 1
+        assert not graphs.failed
+
+
 def test_graphs_go_with_their_head(tmp_path):
     encoder = TextEncoder(tiny_models.save_tiny(tmp_path, "bert"), device="cuda", dtype=torch.float32)
     head = head_on(encoder).cuda()

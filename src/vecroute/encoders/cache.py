@@ -17,7 +17,15 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vecroute.encoders.entries import Contents, Entry, Packed, checksum_of, read_contents, write_segment
+from vecroute.encoders.entries import (
+    Contents,
+    Entry,
+    Packed,
+    checksum_of,
+    checksum_of_open,
+    read_contents,
+    write_segment,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +69,7 @@ class FeatureCache:
         self._where: dict[str, Path] = {}  # key of a text -> its segment
         self._entries: dict[str, Entry] = {}  # key of a text -> its entry in the header
         self._refused: set[Path] = set()  # damaged segments that could not be deleted
-        self._checksums: dict[Path, int] = {}  # expected checksums of segments that were not read yet
+        self._unchecked: dict[Path, Contents] = {}  # of segments that were not read yet
         self._checking: dict[Path, threading.Lock] = {}
         self._waiting: list[Packed] = []  # the next segment
         self._waiting_bytes = 0
@@ -91,7 +99,7 @@ class FeatureCache:
 
     def _add(self, path: Path, file: Any, contents: Contents) -> None:
         self._files[path] = file
-        self._checksums[path], self._checking[path] = contents.checksum, threading.Lock()
+        self._unchecked[path], self._checking[path] = contents, threading.Lock()
         self._where.update(dict.fromkeys(contents.entries, path))
         self._entries |= contents.entries
 
@@ -111,7 +119,7 @@ class FeatureCache:
         file = self._files.get(path) if path is not None else None
         if path is None or file is None:
             return None
-        if not self._is_sound(path):
+        if not self._is_sound(path, file):
             self._drop(path, "its checksum differs")
             return None
         hidden = file.get_tensor(key)  # [n_pos, depth, d_emb]
@@ -120,20 +128,23 @@ class FeatureCache:
             return None
         return hidden
 
-    def _is_sound(self, path: Path) -> bool:
+    def _is_sound(self, path: Path, file: Any) -> bool:
         """Return whether a segment has its checksum, which is computed once. Other threads wait meanwhile."""
-        if path not in self._checksums:
+        if path not in self._unchecked:
             return True
         with self._checking[path]:
-            if path in self._checksums:
-                try:
-                    found = checksum_of(path)
-                except OSError:  # another process has just deleted it
-                    return False
-                if found != self._checksums[path]:
-                    return False
-                del self._checksums[path]
-        return True
+            contents = self._unchecked.get(path)
+            if contents is None or path in self._refused:
+                return contents is None
+            try:
+                found = checksum_of(path)
+            except FileNotFoundError:  # another process has deleted it; this one can still read it
+                found = checksum_of_open(file, contents.entries)
+            except OSError:
+                return False
+            if found == contents.checksum:
+                del self._unchecked[path]
+            return found == contents.checksum
 
     def put(self, packed: Packed) -> None:
         """Add hidden states of texts, in two bytes per number, on the CPU. ``flush`` writes them."""

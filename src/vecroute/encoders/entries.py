@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -116,6 +116,14 @@ def checksum_of(path: Path) -> int:
         file.seek(header_size(file), os.SEEK_CUR)
         while part := file.read(READ_BYTES):
             found = zlib.crc32(part, found)
+    return found
+
+
+def checksum_of_open(file: Any, texts: Iterable[str]) -> int:
+    """Return the same of an open segment, which may have been deleted, given its texts in their order."""
+    found = 0
+    for text in texts:
+        found = zlib.crc32(data_of(file.get_tensor(text)), found)
     return found
 
 

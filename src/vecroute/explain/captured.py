@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,8 +40,10 @@ def split_reading(
 ) -> Split:
     """Do the same as ``split_words`` for texts, with a graph if there is one for batches of this shape."""
     device = reading.mask.device
+    here = device.type in DEVICES and next(head.parameters()).device == device
     rows_are_texts = len(reading.runs) == 1 and reading.runs[0].keep is reading.mask
-    if device.type in DEVICES and next(head.parameters()).device == device and rows_are_texts:
+    # Autocast keeps its copies of weights only while it is on, so no graph may read them.
+    if here and rows_are_texts and not torch.is_autocast_enabled(device.type):
         split = graphs_of(head).split(encoder, head, reading, outputs, options)
         if split is not None:
             check_complete(reading.name, split.error, split.dtype)
@@ -65,7 +67,7 @@ class Graphs:
         self.captured: dict[tuple, Captured] = {}  # by shape and options
         self.seen: Counter[tuple] = Counter()
         self.failed = False  # a capture has failed
-        self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+        self.memory: tuple[torch.cuda.Stream, Any] | None = None  # a stream and a pool for all captures
 
     def split(
         self,
@@ -80,11 +82,13 @@ class Graphs:
         rows = padded(b) if b > SHORTEST else 1 << (b - 1).bit_length()
         columns = min(padded(n), encoder.max_length)
         most = min(MOST_POSITIONS, positions_at_once(encoder.model, reading.mask.device))
-        if self.failed or rows * columns > most:
+        if rows * columns > most:
             return None
         key = rows, columns, outputs.shape[1], *sorted(options.items())
         with self.turn, torch.inference_mode(False):  # buffers made in that mode could not be written later
-            self.forget_others(state_of(encoder.model, head))
+            if self.failed:
+                return None
+            self.forget_others(state_of(encoder, head))
             self.seen[key] += 1
             if key not in self.captured and (self.seen[key] <= EAGER or len(self.captured) >= MOST_GRAPHS):
                 return None
@@ -93,6 +97,8 @@ class Graphs:
                 with torch.cuda.device_of(inputs[0]):
                     replay = self.capture(encoder, head, reading, inputs, options)
                 if replay is None:
+                    self.failed = True
+                    self.captured.clear()  # gives the memory of earlier graphs back
                     return None
                 self.captured[key] = Captured(inputs, replay)
             captured = self.captured[key]
@@ -105,6 +111,7 @@ class Graphs:
             self.state = state
             self.captured.clear()
             self.seen.clear()
+            self.memory = None  # PyTorch refuses a pool whose graphs have all gone
 
     def capture(
         self,
@@ -120,8 +127,10 @@ class Graphs:
         run = partial(unchecked_split, reading, head, outputs, **options)
         if ids.device.type != "cuda":
             return run
-        current, side = torch.cuda.current_stream(ids.device), torch.cuda.Stream(ids.device)
-        graph = torch.cuda.CUDAGraph()
+        # The default stream of captures belongs to the device of the first capture in this process.
+        self.memory = self.memory or (torch.cuda.Stream(ids.device), torch.cuda.graph_pool_handle())
+        side, pool = self.memory
+        current, graph = torch.cuda.current_stream(ids.device), torch.cuda.CUDAGraph()
         try:
             side.wait_stream(current)
             with torch.cuda.stream(side):
@@ -130,11 +139,10 @@ class Graphs:
             current.wait_stream(side)
             # The outer context restores the stream after a failed capture. The mode is thread_local, because
             # another thread may use the device meanwhile.
-            with torch.cuda.stream(current), torch.cuda.graph(graph, self.pool, None, "thread_local"):
+            with torch.cuda.stream(current), torch.cuda.graph(graph, pool, side, "thread_local"):
                 split = run()
         except RuntimeError as error:  # the model needs values on the host, or memory runs out
             logger.warning(NOT_CAPTURED, error)
-            self.failed = True
             return None
 
         def replay() -> Split:
@@ -168,17 +176,20 @@ def on_host(split: Split, b: int, n: int) -> Split:
     return Split(values, base, scores, all_scores, error, split.dtype)
 
 
-def state_of(*modules: nn.Module) -> tuple:
+def state_of(encoder: TextEncoder, head: nn.Module) -> tuple:
     """Return all on which a graph depends beside the contents of its buffers and of the weights."""
-    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
-    return (
-        *(tensor.data_ptr() for tensor in tensors),
-        *(module.training for module in modules),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_float32_matmul_precision(),
+    state: list[object] = [
+        *encoder.depths,
+        str(head),  # its options, such as the number of iterations
+        # get_float32_matmul_precision() would raise if somebody has set this name to "tf32".
+        torch.backends.cuda.matmul.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
-    )
+    ]
+    for module in chain(encoder.model.modules(), head.modules()):
+        tensors = chain(module._parameters.values(), module._buffers.values())
+        state += [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        state += [module.training, *module._forward_pre_hooks, *module._forward_hooks]
+    return tuple(state)
 
 
 _graphs: WeakKeyDictionary[nn.Module, Graphs] = WeakKeyDictionary()

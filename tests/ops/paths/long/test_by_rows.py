@@ -93,7 +93,7 @@ def test_gradients_are_as_good_as_tf32(sizes, rows, calls, nan_filled_memory):
 def test_rows_have_units_of_their_own(calls):
     """The gradients of rows differ by more than the range of float16."""
     layer = make(400, 256, 40, 2)
-    with torch.no_grad():  # a model that transformers loaded before makes torch.device miss linspace
+    with torch.no_grad():  # once transformers has loaded a model, `with torch.device` misses linspace
         layer.beta_use *= 10.0 ** torch.linspace(-6, 6, 400, device="cuda")[:, None]
         layer.beta_ign *= 10.0 ** torch.linspace(6, -6, 400, device="cuda")[:, None]
     assert_layer_as_good(layer, torch.randn(400, 256))

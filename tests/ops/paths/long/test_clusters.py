@@ -106,7 +106,7 @@ def test_x_out_without_a_toolkit(calls, monkeypatch):
 def test_rows_have_units_of_their_own(calls):
     """Rows, and coefficients of outputs, differ by more than the range of float16."""
     layer = make(3000, 40, 1024)
-    with torch.no_grad():  # a model that transformers loaded before makes torch.device miss linspace
+    with torch.no_grad():  # once transformers has loaded a model, `with torch.device` misses linspace
         layer.beta_use *= 10.0 ** torch.linspace(-3, 3, 40, device="cuda")
         layer.beta_ign *= 10.0 ** torch.linspace(-3, 3, 40, device="cuda")
     for size in (1e-12, 1.0, 1e12):
