@@ -1,6 +1,7 @@
 """The format of a segment: safetensors reads it, and its checksum is compared once."""
 
 import errno
+import gc
 import hashlib
 import time
 import zlib
@@ -49,6 +50,19 @@ def test_safetensors_reads_a_segment(tmp_path):
             found = file.get_tensor(name)
             assert found.dtype == hidden.dtype
             assert torch.equal(found, hidden)
+
+
+def test_writing_leaves_few_objects_to_the_garbage_collector(tmp_path):
+    """It examines all objects of the process once their number has grown by a quarter."""
+    segment = [pack({str(k): torch.ones(1 + k % 5, 2, 4).half() for k in range(2000)})]
+    gc.disable()
+    try:
+        gc.collect()
+        contents = write_segment(tmp_path / "x", segment, "k")
+        assert gc.get_count()[0] < 500
+    finally:
+        gc.enable()
+    assert len(contents.entries) == 2000
 
 
 def test_the_checksum_is_read_in_parts(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def like(encoder, **options):
 
 def split(several):
     """Return the hidden states [n_pos, depth, d_emb] under each name."""
-    return {name: packed.one(row) for packed in several for row, name in enumerate(packed.names)}
+    return {name: packed.one(name) for packed in several for name in packed.names}
 
 
 @pytest.mark.parametrize("options", OPTIONS)

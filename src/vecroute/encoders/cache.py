@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ class FeatureCache:
         self._waiting_bytes = 0
         self._writers: tuple[int, ThreadPoolExecutor] | None = None  # with the process that they belong to
         self._writing: list[tuple[list[Packed], Future]] = []  # segments, oldest first
-        self._in_memory: dict[str, tuple[Packed, int]] = {}  # key of a text -> its row in one of all these
+        self._in_memory: dict[str, Packed] = {}  # key of a text -> where it is in all these
         self._full = False
         self._dropping = threading.Lock()  # several threads may find damage at the same time
         for path in self._own_files():
@@ -105,16 +104,16 @@ class FeatureCache:
 
     def n_pos(self, key: str) -> int | None:
         """Return the number of positions of a text, None if it is not in the cache."""
-        packed, row = self._in_memory.get(key, (None, 0))
+        packed = self._in_memory.get(key)
         if packed:
-            return packed.counts[row]
+            return packed.counts[packed.names.index(key)]
         return self._entries[key].shape[0] if key in self._where else None
 
     def get(self, key: str) -> Tensor | None:
         """Return the memory-mapped hidden states [n_pos, depth, d_emb] of a text, None if there are none."""
-        packed, row = self._in_memory.get(key, (None, 0))
+        packed = self._in_memory.get(key)
         if packed:
-            return packed.one(row)
+            return packed.one(key)
         path = self._where.get(key)
         file = self._files.get(path) if path is not None else None
         if path is None or file is None:
@@ -154,7 +153,7 @@ class FeatureCache:
             self._start_writing()  # a segment cannot hold a text twice
         self._waiting.append(packed)
         self._waiting_bytes += packed.hidden.nbytes
-        self._in_memory.update(zip(packed.names, zip(repeat(packed), count()), strict=False))
+        self._in_memory.update(dict.fromkeys(packed.names, packed))
         if self._waiting_bytes >= SEGMENT_BYTES:
             self._start_writing()
         # Written segments give their memory back, which takes long to allocate for copies from a GPU.
@@ -187,7 +186,7 @@ class FeatureCache:
         finally:
             for packed in segment:
                 for key in packed.names:
-                    if self._in_memory.get(key, (None, 0))[0] is packed:  # else it was added again since
+                    if self._in_memory.get(key) is packed:  # else it was added again since
                         del self._in_memory[key]
 
     def _write(self, segment: list[Packed]) -> tuple[Path, Contents] | None:

@@ -5,6 +5,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -30,7 +31,13 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Tensor) -> "Entry":
-        return cls(STORED.get(hidden.dtype, ""), tuple(hidden.shape))
+        return entry(STORED.get(hidden.dtype, ""), *hidden.shape)
+
+
+@lru_cache(4096)
+def entry(dtype: str, *shape: int) -> Entry:
+    """Return an entry. Texts of the same length share it, so the garbage collector has less to look at."""
+    return Entry(dtype, shape)
 
 
 class Contents(NamedTuple):
@@ -47,8 +54,9 @@ class Packed(NamedTuple):
     counts: Sequence[int]  # number of positions of each text
     hidden: Tensor  # [sum of counts, depth, d_emb]
 
-    def one(self, row: int) -> Tensor:
+    def one(self, name: Any) -> Tensor:
         """Return the hidden states [n_pos, depth, d_emb] of a text."""
+        row = self.names.index(name)
         start = sum(self.counts[:row])
         return self.hidden[start : start + self.counts[row]]  # [n_pos, depth, d_emb]
 
@@ -63,28 +71,35 @@ def write_segment(path: Path, segment: Sequence[Packed], key: str) -> Contents:
 
     ``save_file`` of safetensors writes the same. But it examines every tensor in Python code, so that threads
     which write files would keep the thread that computes hidden states waiting. For the same reason there is
-    one checksum for all texts: the threads only need the interpreter a few times for each segment.
+    one checksum for all texts, and the header is written as text: many small objects would wake the garbage
+    collector, for which all threads wait.
 
     Args:
         path: the file.
         segment: hidden states on the CPU.
         key: the key of the encoder.
     """
-    described: dict[str, Any] = {}
+    listed: list[str] = []
+    entries: dict[str, Entry] = {}
     end = checksum = 0
     for packed in segment:
-        dtype, shape = STORED[packed.hidden.dtype], packed.hidden.shape[1:]
+        dtype, (depth, d) = STORED[packed.hidden.dtype], packed.hidden.shape[1:]
         for text, n in zip(packed.names, packed.counts, strict=True):
-            start, end = end, end + 2 * n * shape.numel()
-            described[text] = {"dtype": dtype, "shape": [n, *shape], "data_offsets": [start, end]}
+            start, end = end, end + 2 * n * depth * d
+            listed.append(
+                f'{json.dumps(text)}: {{"dtype": "{dtype}", "shape": [{n}, {depth}, {d}], '
+                f'"data_offsets": [{start}, {end}]}}'
+            )
+            entries[text] = entry(dtype, n, depth, d)
         checksum = zlib.crc32(data_of(packed.hidden), checksum)
-    metadata = {"encoder": key, "crc32": str(checksum), "sha256": digest(key, checksum, described)}
-    listed = json.dumps({"__metadata__": metadata, **described}).encode()
-    listed += b" " * (-len(listed) % 8)  # the data starts at a multiple of 8 bytes
+    described = ", ".join(listed)
+    metadata = {"encoder": key, "crc32": str(checksum), "sha256": digest(key, checksum, f"{{{described}}}")}
+    header = f'{{"__metadata__": {json.dumps(metadata)}, {described}}}'.encode()
+    header += b" " * (-len(header) % 8)  # the data starts at a multiple of 8 bytes
     with open(path, "wb") as file:
-        file.write(len(listed).to_bytes(8, "little") + listed)
+        file.write(len(header).to_bytes(8, "little") + header)
         file.writelines(data_of(packed.hidden) for packed in segment)
-    return Contents(entries_of(described), checksum)
+    return Contents(entries, checksum)
 
 
 def read_contents(path: Path, key: str) -> Contents:
@@ -102,9 +117,10 @@ def read_contents(path: Path, key: str) -> Contents:
         if metadata.get("encoder") != key:
             raise ValueError("it belongs to another encoder")
         checksum = int(metadata.get("crc32", "0"))
-        if metadata.get("sha256") != digest(key, checksum, described):
+        if metadata.get("sha256") != digest(key, checksum, json.dumps(described)):
             raise ValueError("its header is damaged")
-        return Contents(entries_of(described), checksum)
+        entries = {text: entry(each["dtype"], *each["shape"]) for text, each in described.items()}
+        return Contents(entries, checksum)
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("its header has other entries than a cache writes") from error
 
@@ -132,13 +148,9 @@ def header_size(file: BinaryIO) -> int:
     return min(int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size)
 
 
-def digest(key: str, checksum: int, described: dict[str, Any]) -> str:
-    """Return a checksum of what the header says."""
-    return hashlib.sha256(f"{key} {checksum} {json.dumps(described)}".encode()).hexdigest()
-
-
-def entries_of(described: dict[str, Any]) -> dict[str, Entry]:
-    return {text: Entry(each["dtype"], tuple(each["shape"])) for text, each in described.items()}
+def digest(key: str, checksum: int, described: str) -> str:
+    """Return a checksum of a header, given the part of it that describes the texts, as JSON."""
+    return hashlib.sha256(f"{key} {checksum} {described}".encode()).hexdigest()
 
 
 def halved(hidden: Tensor) -> Tensor:
