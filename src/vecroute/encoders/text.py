@@ -36,9 +36,15 @@ class Chunk(NamedTuple):
 
 
 @lru_cache(1024)
-def every(*lengths: int) -> tuple[tuple[bool, ...], ...]:
-    """Return True for every position of chunks of these lengths. Texts share these tuples."""
-    return tuple([(True,) * n for n in lengths])
+def every(n: int) -> tuple[bool, ...]:
+    """Return True for every position of a chunk of length n. Texts share these tuples."""
+    return (True,) * n
+
+
+@lru_cache(1024)
+def every_of(*lengths: int) -> tuple[tuple[bool, ...], ...]:
+    """Return ``every`` of each chunk. Texts of one chunk share these tuples too."""
+    return tuple(map(every, lengths))
 
 
 class Tokenized(NamedTuple):
@@ -225,7 +231,7 @@ class TextEncoder:
 
     def _tokenized(self, text: str, encodings: Sequence[Any]) -> Tokenized:
         if self.special_tokens and not (self.stride and len(encodings) > 1):
-            return Tokenized(text, encodings, every(*map(len, encodings)))
+            return Tokenized(text, encodings, every_of(*map(len, encodings)))
         special = [encoding.special_tokens_mask for encoding in encodings]
         keep = [[self.special_tokens or not s for s in row] for row in special]
         if self.stride and len(encodings) > 1:

@@ -112,7 +112,7 @@ def tokenize(model: Any, tokenizer: Any, inputs: Any) -> list[Tokenized]:
         if len(ids) > limit:
             raise ValueError(f"inputs must be at most {limit} tokens long, input {k} has {len(ids)}")
         special, spans = encoded["special_tokens_mask"][k], encoded["offset_mapping"][k]
-        found.append(Tokenized(text, [Chunk(ids, special, spans)], every(len(ids))))
+        found.append(Tokenized(text, [Chunk(ids, special, spans)], [every(len(ids))]))
     return found
 
 
