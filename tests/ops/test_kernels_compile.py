@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.batch_kernels import CALLS, launches
 from tests.helpers.paths import ROOT
 from vecroute.ops.paths.batch import backward_kernels, forward_kernels, products, segments, sum_kernels
-from vecroute.ops.paths.long import by_rows, clusters
+from vecroute.ops.paths.long import clusters
 
 SCRIPT = """
 import triton
@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vecroute.ops.backends.fused import activations as fused_activations
-from vecroute.ops.paths.long import by_rows, halves
+from vecroute.ops.paths.long import halves
 from vecroute.ops.backends.fused import matrix as fused_matrix
 from vecroute.ops.backends.fused import norm as fused_norm
 from vecroute.ops.backends.fused import pair_kernels as fused_pairs
@@ -98,7 +98,6 @@ compile(fused_steps.scores_matrix_kernel, 4, rounded, FIXED=False, BLOCK_R=1, BL
 vectors = {"v": "*bf16", "grad_v": "*bf16"}
 compile(fused_norm.normalize_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
 compile(fused_norm.normalize_backward_kernel, 4, vectors, BLOCK_R=2, BLOCK_D=1024)
-compile(by_rows.columns_kernel, 4, {"M": "*fp32", "tops": "*fp32", "out": "*fp16"})
 steps = {"BLOCK_B": 8, "BLOCK_N": 128, "T": tl.float32}
 of_one = {"ONE": True, "ROUNDS": True, "BLOCK_R": 8, "BLOCK_D": 128}
 compile(fused_steps.outputs_backward_kernel, 4, rounded, **of_one, **steps)
@@ -119,7 +118,7 @@ def printed(*arguments: str) -> list[str]:
 
 
 def test_every_kernel_compiles():
-    assert len(printed("-c", SCRIPT)) == 27
+    assert len(printed("-c", SCRIPT)) == 26
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -170,9 +169,3 @@ def test_the_kernel_of_clusters_compiles(c, n_out, first):
     """It compiles without a warning, and everything fits the registers, except in clusters of two."""
     log = log_of_compilation(clusters.source(c, n_out, first))
     assert c == 2 or "0 bytes spill stores, 0 bytes spill loads" in log, log
-
-
-@pytest.mark.parametrize(("waiting", "n_out"), [(1, 100), (2, 52), (1, 128), (1, 4)])
-def test_the_kernel_of_the_input_gradient_compiles(waiting, n_out):
-    log = log_of_compilation(by_rows.source(waiting, n_out))
-    assert "0 bytes spill stores, 0 bytes spill loads" in log, log

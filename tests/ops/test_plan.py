@@ -50,29 +50,29 @@ BATCH = {  # name: the call, whether operands are halves
 }
 MILLION = 1_000_000, 1024
 PATHS = {  # name: the call, its path, and its clusters, halves, and where pairs wait
-    "a CPU": (case((2, 10, 8), 4, **CHUNKED), "chunked", (False, "", "")),
-    "a long sequence on a CPU": (fixed(MILLION, 100, **CHUNKED), "chunked", (False, "", "grad_W_A")),
-    "129 outputs": (case((16, 100, 1024), 129), "fused", (False, "", "apart")),
-    "one long sample": (fixed(MILLION, 100), "long", (True, "hopper", "grad_W_A")),
-    "under autocast": (fixed(MILLION, 100, **BF16), "long", (True, "hopper", "grad_W_A")),
-    "on an A100": (fixed(MILLION, 100, device=A100), "long", (False, "triton", "grad_W_A")),
+    "a CPU": (case((2, 10, 8), 4, **CHUNKED), "chunked", (False, False, "")),
+    "a long sequence on a CPU": (fixed(MILLION, 100, **CHUNKED), "chunked", (False, False, "grad_W_A")),
+    "129 outputs": (case((16, 100, 1024), 129), "fused", (False, False, "apart")),
+    "one long sample": (fixed(MILLION, 100), "long", (True, True, "grad_W_A")),
+    "under autocast": (fixed(MILLION, 100, **BF16), "long", (True, True, "grad_W_A")),
+    "on an A100": (fixed(MILLION, 100, device=A100), "long", (False, True, "grad_W_A")),
     "without NVRTC": (
         fixed(MILLION, 100, device=H200._replace(compiles=False)), "long",
-        (False, "triton", "grad_W_A"),
+        (False, True, "grad_W_A"),
     ),
-    "one iteration": (fixed(MILLION, 100, n_iters=1), "long", (True, "", "")),
-    "a masked one": (fixed(MILLION, 100, input_mask=True), "long", (False, "hopper", "grad_W_A")),
-    "one by one": (fixed(MILLION, 100, one_by_one=True), "long", (True, "hopper", "grad_W_A")),
-    "rows that begin anywhere": (fixed(MILLION, 100, aligned=False), "fused", (False, "", "grad_W_A")),
-    "IEEE": (fixed(MILLION, 100, tf32=False), "fused", (False, "", "grad_W_A")),
-    "a variable length": (case(MILLION, 100), "fused", (False, "", "grad_x")),
-    "two long samples": (fixed((2, *MILLION), 100), "fused", (False, "", "grad_x")),
-    "768 features": (fixed((MILLION[0], 768), 100), "long", (False, "hopper", "grad_W_A")),
-    "770 features": (fixed((MILLION[0], 770), 100), "fused", (False, "", "grad_W_A")),
-    "many outputs": (fixed((10_000, 1024), 1024, **BF16), "wide", (False, "", "")),
-    "many outputs in tf32": (fixed((10_000, 1024), 1024), "fused", (False, "", "")),
-    "too many outputs": (fixed((100, 1024), 100_000, **BF16), "fused", (False, "", "")),
-    "many outputs of any length": (case((10_000, 1024), 1024, **BF16), "fused", (False, "", "")),
+    "one iteration": (fixed(MILLION, 100, n_iters=1), "long", (True, False, "")),
+    "a masked one": (fixed(MILLION, 100, input_mask=True), "long", (False, True, "grad_W_A")),
+    "one by one": (fixed(MILLION, 100, one_by_one=True), "long", (True, True, "grad_W_A")),
+    "rows that begin anywhere": (fixed(MILLION, 100, aligned=False), "fused", (False, False, "grad_W_A")),
+    "IEEE": (fixed(MILLION, 100, tf32=False), "fused", (False, False, "grad_W_A")),
+    "a variable length": (case(MILLION, 100), "fused", (False, False, "grad_x")),
+    "two long samples": (fixed((2, *MILLION), 100), "fused", (False, False, "grad_x")),
+    "768 features": (fixed((MILLION[0], 768), 100), "long", (False, True, "grad_W_A")),
+    "770 features": (fixed((MILLION[0], 770), 100), "fused", (False, False, "grad_W_A")),
+    "many outputs": (fixed((10_000, 1024), 1024, **BF16), "wide", (False, False, "")),
+    "many outputs in tf32": (fixed((10_000, 1024), 1024), "fused", (False, False, "")),
+    "too many outputs": (fixed((100, 1024), 100_000, **BF16), "fused", (False, False, "")),
+    "many outputs of any length": (case((10_000, 1024), 1024, **BF16), "fused", (False, False, "")),
     "outputs too large to normalise": (case((2, 10, 8), 4, d_out=8193), "fused", None),
     "no inputs": (case((0, 10, 8), 4), "fused", None),
     "chunks asked for": (case((2, 10, 8), 4, tuning=Tuning(rows=5)), "fused", None),
@@ -101,7 +101,12 @@ def test_other_paths(what):
 
 def test_a_printed_plan_names_its_kernels_and_the_memory_it_uses_twice():
     text = str(make_plan(fixed(MILLION, 100, **BF16)))
-    for words in ("clusters.cu", "by_rows.cu", "wait in the rows of grad_W_A", "chunks: none"):
+    for words in (
+        "clusters.cu",
+        "halves.input_gradient_kernel",
+        "wait in the rows of grad_W_A",
+        "chunks: none",
+    ):
         assert words in text
     assert "rows_backward_kernel" in str(make_plan(PATHS["many outputs"][0]))
     assert "coefficients_kernel" in str(make_plan(case(MILLION, 100)))

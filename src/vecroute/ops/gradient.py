@@ -38,7 +38,7 @@ class InputGradient:
         self.place: Any = grad_x  # [b, i, d]
         self.aside = self.waits and plan.waits_in == "grad_W_A"
         self.apart = self.waits and plan.waits_in == "apart"
-        self.halved = self.waits and bool(plan.halves)
+        self.halved = self.waits and plan.halves
         if self.aside:
             assert grad_W_A is not None
             self.place = grad_W_A[None]  # [1, i, d]
@@ -116,7 +116,7 @@ class InputGradient:
         if self.halved:
             all_columns = [*self.columns, columns] if columns.first else [columns]
             matrices = [each.matrix(samples, each.shared) for each in all_columns]  # [1, q, d] each
-            M, self.M_tops = p.path.scaled_matrix(self.plan, matrices, columns.first)  # and [q]
+            M, self.M_tops = p.path.scaled_matrix(matrices, columns.first)  # and [q]
             return M
         if columns.first and self.waits:
             return p.pairs.stacked(self.M[samples], columns.shared)  # [b, w + q, d]

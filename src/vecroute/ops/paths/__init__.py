@@ -43,11 +43,11 @@ class Long(Protocol):
 
     def iterate(self, p: "Problem", x_hat: Any, f_a_inp: Tensor, y: Tensor, s: Tensor) -> None: ...
 
-    def scaled_matrix(self, plan: Plan, matrices: list[Tensor], first: bool) -> tuple[Tensor, Tensor]: ...
+    def scaled_matrix(self, matrices: list[Tensor], first: bool) -> tuple[Tensor, Tensor]: ...
 
     def input_gradient(
-        self, plan: Plan, waiting: Tensor, phi: Tensor, M: Tensor, top: Tensor, x: Tensor, W_A: Tensor,
-        grad_x: Tensor, grad_W_A: Tensor, grad_a: Tensor,
+        self, waiting: Tensor, phi: Tensor, M: Tensor, top: Tensor, x: Tensor, W_A: Tensor, grad_x: Tensor,
+        grad_W_A: Tensor, grad_a: Tensor,
     ) -> None: ...  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Shared memory that the CUDA C++ kernels need, computed from the layout in their files."""
 
-from vecroute.ops.common import cdiv, multiple_of_8
+from vecroute.ops.common import multiple_of_8
 from vecroute.ops.plan import limits
 from vecroute.ops.plan.case import Device
 
@@ -17,14 +17,3 @@ def cluster_bytes(c: int, n_out: int, first: bool) -> int:
     tiles = 2 * rows * d * 2 + 2 * rows * 128  # x_inp and phi
     others = loaded + 5 * rows * 4 if first else j * d * 2 + (2 * c - 1) * (rows // c) * j * 4
     return tiles + loaded + others + j * 4 + stages * warps * 4 + 16
-
-
-def by_rows_stage_bytes(n_pairs: int) -> int:
-    """Return the bytes of one part of M in ``by_rows.cu``."""
-    return cdiv(n_pairs, 64) * limits.BY_ROWS_COLUMNS * 128
-
-
-def by_rows_bytes(n_pairs: int) -> int:
-    """Return the bytes for ``by_rows.cu``, with n_pairs pairs per input over all iterations."""
-    products = 2 * 64 * limits.BY_ROWS_COLUMNS * 4
-    return limits.BY_ROWS_STAGES * (by_rows_stage_bytes(n_pairs) + 2 * 8) + products

@@ -27,10 +27,6 @@ CLUSTER_ROWS = 50_000  # with fewer inputs, extra launches cost more than a seco
 CLUSTER_D = 256  # features that one multiprocessor of a cluster holds
 CLUSTER_SIZES = (2, 4, 8)  # multiprocessors of a cluster that the kernel is written for
 CLUSTER_OUTPUTS = (32, 104)  # fewer leave tensor cores idle, more do not fit the registers
-BY_ROWS_COLUMNS, BY_ROWS_STAGES = (
-    64,
-    3,
-)  # columns of M in shared memory at a time, and in how many stages (H200)
 
 # The wide path
 # From the first number on, bfloat16 saves more time than its copy costs (H200). Up to the second, a row fits

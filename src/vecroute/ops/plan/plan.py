@@ -9,7 +9,7 @@ import torch
 
 from vecroute.ops.common import cdiv, compute_dtype, multiple_of_8
 from vecroute.ops.launch import Memory
-from vecroute.ops.plan import hopper, limits
+from vecroute.ops.plan import limits
 from vecroute.ops.plan.case import Case
 
 Array = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
@@ -261,15 +261,11 @@ class Plan:
         return self.path == "long" and has_clusters(self.case)
 
     @cached_property
-    def halves(self) -> str:
-        """The kernel for the gradient of x_inp from float16 pairs: "triton", "hopper" or "" (none)."""
+    def halves(self) -> bool:
+        """Whether the gradient of x_inp comes from pairs in float16."""
         from vecroute.ops.plan.paths import has_halves
 
-        if self.path != "long" or not has_halves(self.case):
-            return ""
-        n_bytes = hopper.by_rows_bytes(self.n_waiting + self.case.n_out)
-        whole = self.d_inp % 64 == 0 and self.case.n_out % 4 == 0
-        return "hopper" if whole and hopper.fits(n_bytes, self.case.device) else "triton"
+        return self.path == "long" and has_halves(self.case)
 
     # Chunks
 

@@ -92,7 +92,7 @@ def kernels(plan: Plan) -> list[str]:
     if not plan.fused:
         return ["PyTorch's own"]
     found = ["clusters.cu"] if plan.clusters else []
-    found += {"": [], "triton": ["halves.input_gradient_kernel"], "hopper": ["by_rows.cu"]}[plan.halves]
+    found += ["halves.input_gradient_kernel"] if plan.halves else []
     if plan.path == "wide":
         found += ["wide.rows_kernel", "wide.rows_backward_kernel"]
     else:

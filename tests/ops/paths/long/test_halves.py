@@ -6,7 +6,7 @@ import torch
 import vecroute as vr
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_as_good, assert_layer_as_good, outcome, twin
-from vecroute.ops.paths.long import halves
+from vecroute.ops.paths import long
 
 pytestmark = pytest.mark.usefixtures("tf32", "device")
 CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
@@ -21,9 +21,9 @@ CASES = [  # n_iters, n_inp, n_out, d_inp, rows of a chunk
 @pytest.fixture
 def calls(monkeypatch, limits):
     """Use the kernel for layers of any length. The list has an entry for each call."""
-    calls, call = [], halves.input_gradient
-    limits(HALVES_ROWS=1, BY_ROWS_STAGES=100)  # no GPU has the memory for 100 stages of ``by_rows``
-    monkeypatch.setattr(halves, "input_gradient", lambda *a: (calls.append(1), call(*a)))
+    calls, call = [], long.input_gradient
+    limits(HALVES_ROWS=1)
+    monkeypatch.setattr(long, "input_gradient", lambda *a: (calls.append(1), call(*a)))
     return calls
 
 

@@ -154,7 +154,7 @@ def inputs_backward(p: Problem, chunk: Chunk, x, pairs, M, grad_a: Tensor, into,
         rows, w = chunk.rows, p.plan.n_waiting
         waiting, top = into.place[0, rows, :w], into.top[1:, rows]  # [i, w], [t, i]
         tensors = p.w.W_A[rows], into.grad_x[0, rows], grads["W_A"][rows]  # [i, d] each
-        p.path.input_gradient(p.plan, waiting, pairs[0], M, top, x[0], *tensors, grad_a[0])
+        p.path.input_gradient(waiting, pairs[0], M, top, x[0], *tensors, grad_a[0])
         return
     (b, i, d), fresh = x.shape, chunk.samples.start == 0
     W_A, grad_W_A = p.w.W_A[chunk.rows], grads["W_A"][chunk.rows]  # [i, d], [i, d]

@@ -63,7 +63,15 @@ def input_gradient_kernel(
 
 
 def input_gradient(waiting: Tensor, phi, M, top, x, W_A, grad_x, grad_W_A, grad_a: Tensor) -> None:
-    """Do the same as ``long.input_gradient``, with M [1, n, k]."""
+    """Fill grad_x and grad_W_A, [i, n]. Pairs of later iterations wait in the rows of grad_W_A.
+
+    Args:
+        waiting: [i, w] phi and the gradient of dot of every iteration but the first, in float16.
+        phi: [i, j] of the first iteration, in float16.
+        M: [1, n, k] from ``scaled_matrix``.
+        top: [t, i] the tops of pairs, powers of two.
+        x, W_A: [i, n], grad_a: [i].
+    """
     M = M[0]  # [n, k]
     rows, columns, inner = HALVES["BLOCK_I"], HALVES["BLOCK_N"], HALVES["BLOCK_K"]
     pairs = [TensorDescriptor.from_tensor(t, [rows, inner]) for t in (waiting, phi)]
@@ -86,7 +94,12 @@ def row_tops(M: Tensor) -> Tensor:
 
 
 def scaled_matrix(matrices: list[Tensor], first: bool) -> tuple[Tensor, Tensor]:
-    """Do the same as ``long.scaled_matrix``."""
+    """Return M in the layout of ``input_gradient``, and the tops of the rows of M for the newest pairs.
+
+    Args:
+        matrices: [1, q, d] in the first iteration one for every iteration whose pairs wait, then its own. The
+            other iterations pass only their own, because they need its tops but not yet M.
+    """
     tops = [row_tops(M) for M in matrices]  # [1, q, 1] each
     return halves_of(matrices, tops) if first else matrices[0], tops[-1].flatten()
 

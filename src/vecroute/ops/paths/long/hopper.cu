@@ -1,5 +1,4 @@
-// Functions for clusters.cu and by_rows.cu. Some are instructions of compute capability 9.0 that CUDA
-// C++ has no functions for: clusters, asynchronous loads, tensor cores. Others are arithmetic on rows of numbers
+// Functions for clusters.cu. Some are instructions of compute capability 9.0 that CUDA C++ has no functions for: clusters, asynchronous loads, tensor cores. Others are arithmetic on rows of numbers
 // that share a unit, a power of two.
 
 typedef unsigned int u32;
@@ -41,9 +40,6 @@ INLINE void barrier_init(u32 barrier, int arrivals = 1) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n"
                  "fence.mbarrier_init.release.cluster;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
-INLINE void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
 INLINE void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  :: "r"(barrier), "r"(bytes) : "memory");
@@ -59,41 +55,6 @@ INLINE void fetch(u32 to, const void* from, int bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-
-// ---- A matrix whose n parts pass through shared memory repeatedly, for all warps of a block. ----
-template <int STAGES, int BYTES, int WARPS> struct Parts {
-    const u32 shared, barriers;  // [STAGES] parts; [2][STAGES] barriers: a part is there, a part has been used
-    const char* from;
-    const int n;
-
-    INLINE u32 part(int k) const { return shared + k % STAGES * BYTES; }
-    INLINE u32 barrier(int used, int k) const { return barriers + (used * STAGES + k % STAGES) * 8; }
-    INLINE void load(int k) const {
-        expect(barrier(0, k), BYTES);
-        fetch(part(k), from + (size_t)(k % n) * BYTES, BYTES, barrier(0, k));
-    }
-    INLINE void start() const {
-        if (threadIdx.x == 0)
-            for (int k = 0; k < STAGES; ++k) {
-                barrier_init(barrier(0, k));
-                barrier_init(barrier(1, k), WARPS);
-                load(k);
-            }
-        __syncthreads();
-    }
-    INLINE void wait_for(int k) const { wait(barrier(0, k), k / STAGES); }
-    INLINE void used(int k) const {  // when the slowest warp has used part k - 1, the next part takes its place
-        if (threadIdx.x % 32 == 0) arrive(barrier(1, k));
-        if (threadIdx.x == 0 && k) {
-            wait(barrier(1, k - 1), (k - 1) / STAGES);
-            load(k - 1 + STAGES);
-        }
-    }
-    INLINE void finish(int k) const {  // wait for unfinished loads before the block frees its memory
-        if (threadIdx.x == 0)
-            for (int i = k; i < k - 1 + STAGES; ++i) wait(barrier(0, i), i / STAGES);
-    }
-};
 
 // ---- Loads by single threads. Numbers outside of the tensor are zeros. ----
 INLINE void load_16(u32 to, const void* from, int bytes) {
@@ -118,13 +79,6 @@ INLINE float4 load_once(const float* from, bool inside) {
     if (inside)
         asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
-    return v;
-}
-INLINE uint4 load_8(const unsigned short* from, bool inside) {  // 8 numbers of 16 bits that may be overwritten later
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (inside)
-        asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
     return v;
 }
 

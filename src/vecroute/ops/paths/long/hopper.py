@@ -14,25 +14,20 @@ def source(name: str, *definitions: str) -> str:
     return "\n".join((here.joinpath("hopper.cu").read_text(), *definitions, here.joinpath(name).read_text()))
 
 
-def multiplication(name: str, tiles: int, transposed: int = 0, in_registers: bool = False) -> str:
+def multiplication(name: str, tiles: int, transposed: int = 0) -> str:
     """Return a function that adds a @ b, [64, 16] @ [16, 8 tiles], to r, or writes it there if not ``add``.
 
-    b is in shared memory, and so is a unless ``in_registers``. Either both are transposed, or none.
+    Both are in shared memory, either both transposed or none.
     """
-    n, n_a = 4 * tiles, 4 if in_registers else 1
+    n = 4 * tiles
     registers = ", ".join(f"%{k}" for k in range(n))
     outputs = ", ".join(f'"+f"(r[{k}])' for k in range(n))
-    arguments = ", ".join(f"u32 a{k}" for k in range(n_a)) if in_registers else "u64 a0"
-    inputs = ", ".join(f'"{"r" if in_registers else "l"}"(a{k})' for k in range(n_a))
-    a = ", ".join(f"%{n + k}" for k in range(n_a))
-    a = f"{{{a}}}" if in_registers else a
-    signs = f"1, 1, {transposed}" if in_registers else f"1, 1, {transposed}, {transposed}"
     return (
-        f"INLINE void {name}(float (&r)[{n}], {arguments}, u64 b, int add = 1) {{\n"
-        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + n_a + 1}, 0;\\n'
+        f"INLINE void {name}(float (&r)[{n}], u64 a, u64 b, int add = 1) {{\n"
+        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + 2}, 0;\\n'
         f"wgmma.mma_async.sync.aligned.m64n{8 * tiles}k16.f32.f16.f16 "
-        f'{{{registers}}}, {a}, %{n + n_a}, p, {signs};\\n}}"\n'
-        f'        : {outputs} : {inputs}, "l"(b), "r"(add));\n}}\n'
+        f'{{{registers}}}, %{n}, %{n + 1}, p, 1, 1, {transposed}, {transposed};\\n}}"\n'
+        f'        : {outputs} : "l"(a), "l"(b), "r"(add));\n}}\n'
     )
 
 
