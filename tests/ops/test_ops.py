@@ -11,7 +11,7 @@ import vecroute as vr
 from tests.helpers.problems import problem_of
 from tests.helpers.samples import with_chunks, with_noise
 from tests.helpers.tolerance import assert_layer_as_good, outcome, twin
-from vecroute.ops import Tuning
+from vecroute.ops import Tuning, Weights
 from vecroute.ops.autograd import operator_arguments, sqrt_lengths
 from vecroute.ops.chunks import chunks
 
@@ -422,6 +422,13 @@ def test_plain_calls_go_past_the_dispatcher(implementation, monkeypatch):
     for op in ("loop_op", "loop_backward_op"):
         monkeypatch.setattr(f"vecroute.ops.autograd.{op}", None)
     outcome(layer, x_inp)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_names_of_parameters(fixed):
+    weights = make(9, 3, 5, 4, fixed=fixed).weights()
+    given = [name for name, w in weights._asdict().items() if w is not None]
+    assert list(Weights.names(variable=not fixed)) == given
 
 
 def test_lengths_of_plain_calls():

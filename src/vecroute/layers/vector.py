@@ -226,16 +226,12 @@ class VectorRouting(nn.Module):
         self, x_inp, input_mask, pair_mask, cu_seqlens, *, need_phi=False, outputs=None, phi_out=None
     ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
         """Check and return cu_seqlens and both masks. If inputs are sharded, all ranks raise or none."""
+        given = x_inp, input_mask, pair_mask, cu_seqlens, outputs, phi_out
+        if not self.group:
+            return self._check_alone(*given)
         with together(self.group, self.check_ranks) as alike:
-            n_inp = None if self.n_inp is None else local_rows(self.W_A).shape[0]
-            may_be_empty = cu_seqlens is not None or bool(self.group)
-            check_vectors("x_inp", x_inp, n=n_inp, d=self.d_inp, like=self.W_F2, may_be_empty=may_be_empty)
-            masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
-            if cu_seqlens is not None:
-                cu_seqlens = self._check_packed(x_inp, cu_seqlens, *masks)
-            if phi_out is not None:
-                check_phi_out(phi_out, [*x_inp.shape[:-1], self.n_out if outputs is None else len(outputs)])
-            if self.group and self.check_ranks:
+            cu_seqlens, masks = self._check_alone(*given)
+            if self.check_ranks:
                 needs_grad = any(t.requires_grad for t in (x_inp, *self.parameters()))
                 alike |= {
                     "the batch": list(x_inp.shape[:-2]) if cu_seqlens is None else [len(cu_seqlens) - 1],
@@ -244,6 +240,20 @@ class VectorRouting(nn.Module):
                     "n_iters": self.n_iters,
                     "whether there is a gradient": needs_grad and torch.is_grad_enabled(),
                 }
+        return cu_seqlens, masks
+
+    def _check_alone(
+        self, x_inp, input_mask, pair_mask, cu_seqlens, outputs, phi_out
+    ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
+        """Do the same as ``_check`` on this rank alone."""
+        n_inp = None if self.n_inp is None else local_rows(self.W_A).shape[0]
+        may_be_empty = cu_seqlens is not None or bool(self.group)
+        check_vectors("x_inp", x_inp, n=n_inp, d=self.d_inp, like=self.W_F2, may_be_empty=may_be_empty)
+        masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
+        if cu_seqlens is not None:
+            cu_seqlens = self._check_packed(x_inp, cu_seqlens, *masks)
+        if phi_out is not None:
+            check_phi_out(phi_out, [*x_inp.shape[:-1], self.n_out if outputs is None else len(outputs)])
         return cu_seqlens, masks
 
     def _check_not_sharded(self, verb: str) -> None:

@@ -79,24 +79,24 @@ def run_loop(
     x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None, pair_mask: Tensor | None,
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
     group: str, n_iters: int, need_phi: bool, outputs: Sequence[int] | None, plan: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return x_out [..., j, h], phi [..., i, j] for ``outputs``, and the memory of the backward pass."""
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Return x_out [..., j, h], phi [..., i, j] for ``outputs`` (or None), memory of the backward pass."""
     call: Any = (
         x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
     )  # fmt: skip
     plan = plan or plan_of(*call, n_iters, need_phi)
-    n_all = plan.case.n_out if need_phi else 0
+    phi = None
+    if need_phi:  # the batch path computes all columns
+        columns = plan.case.n_out if outputs is None or plan.path == "batch" else len(outputs)
+        phi = x_inp.new_empty(*x_inp.shape[:-1], columns, dtype=plan.dtype)  # [..., i, j]
     if plan.path == "batch":
-        phi = x_inp.new_empty(*x_inp.shape[:-1], n_all, dtype=plan.dtype)  # [..., i, j]
         with on_device(x_inp):
             x_out, saved = module_of("batch").forward(
-                plan, x_inp, named(weights), input_mask, pair_mask, cu_seqlens, phi if need_phi else None
+                plan, x_inp, weights, input_mask, pair_mask, cu_seqlens, phi
             )
-        return x_out, phi if outputs is None or not need_phi else phi[..., list(outputs)].contiguous(), saved
+        return x_out, phi if phi is None or outputs is None else phi[..., list(outputs)].contiguous(), saved
     p = problem(plan, *call)
-    columns = n_all if outputs is None or not need_phi else len(outputs)
-    phi = x_inp.new_empty(*x_inp.shape[:-1], columns, dtype=plan.dtype)  # [..., i, j]
-    x_out, saved = run_chunks(p, phi if need_phi else None, outputs)
+    x_out, saved = run_chunks(p, phi, outputs)
     batch = x_out.shape[:1] if cu_seqlens is not None else x_inp.shape[:-2]
     return x_out.view(*batch, *x_out.shape[1:]), phi, saved
 
@@ -121,11 +121,12 @@ def loop_op(
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
     group: str, n_iters: int, need_phi: bool, outputs: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run ``run_loop`` for compilers, which may pass tensors that are not aligned."""
-    return run_loop(
+    """Run ``run_loop`` for compilers, which may pass tensors that are not aligned. phi is never None here."""
+    x_out, phi, saved = run_loop(
         x_inp, [aligned(w) for w in weights], input_mask, from_16(pair_mask), from_16(cu_seqlens), prior,
         rounded, tuning, implementation, group, n_iters, need_phi, outputs,
     )  # fmt: skip
+    return x_out, x_out.new_empty(*x_inp.shape[:-1], 0) if phi is None else phi, saved
 
 
 @contextmanager
@@ -170,8 +171,8 @@ def run_loop_backward(
     pair_mask: Tensor | None, cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype,
     tuning: Sequence[int], implementation: str, group: str, n_iters: int, saved: Tensor, need_grad_x: bool,
     plan: Plan | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of x_inp (empty if not needed) and of the weights.
+) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
+    """Return the gradients of x_inp (None if not needed) and of the weights.
 
     Args:
         plan: the plan of the forward pass, if it is known.
@@ -182,30 +183,26 @@ def run_loop_backward(
     plan = plan or plan_of(*call, n_iters)
     if plan.path == "batch":
         with on_device(x_inp):
-            grad_x, grads = module_of("batch").backward(
-                plan, grad_x_out, x_inp, named(weights), pair_mask, cu_seqlens, saved, need_grad_x
+            grad_x, grads_w = module_of("batch").backward(
+                plan, grad_x_out, x_inp, weights, pair_mask, cu_seqlens, saved, need_grad_x
             )
-    else:
-        p = problem(plan, *call, again=True)
-        with tf32_under_autocast(p):
-            flat = grad_x_out.reshape(plan.batch, *grad_x_out.shape[-2:])  # [b, j, h]
-            grad_x, grads = loop.backward(p, flat, saved, need_grad_x)
-            grad_x = None if grad_x is None else grad_x.reshape(x_inp.shape)  # [..., i, d]
-    grad_x = x_inp.new_empty(0) if grad_x is None else grad_x
-    if plan.path == "batch" and plan.case.w_dtype == plan.dtype:
-        return [grad_x, *grads.values()]  # already as promised
-    parameters = {name: w for name, w in named(weights)._asdict().items() if w is not None}
-    # The fake operator below promises contiguous gradients to compilers.
-    grads_w = [
-        as_promised(grads[name], w.dtype) if name in grads else w.new_zeros(w.shape)
-        for name, w in parameters.items()
-    ]
-    return [grad_x, *grads_w]
+        if plan.case.w_dtype == plan.dtype:
+            return grad_x, grads_w  # already as promised
+        return grad_x, [as_promised(grad, w) for grad, w in zip(grads_w, weights, strict=True)]
+    p = problem(plan, *call, again=True)
+    with tf32_under_autocast(p):
+        flat = grad_x_out.reshape(plan.batch, *grad_x_out.shape[-2:])  # [b, j, h]
+        grad_x, grads = loop.backward(p, flat, saved, need_grad_x)
+        grad_x = None if grad_x is None else grad_x.reshape(x_inp.shape)  # [..., i, d]
+    names = Weights.names(plan.case.variable)
+    return grad_x, [as_promised(grads.get(name), w) for name, w in zip(names, weights, strict=True)]
 
 
-def as_promised(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient, contiguous and in the dtype of its parameter."""
-    return grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
+def as_promised(grad: Tensor | None, w: Tensor) -> Tensor:
+    """Return the gradient of a parameter as the fake operator promises it: contiguous, in its dtype."""
+    if grad is None:
+        return w.new_zeros(w.shape)
+    return grad if grad.dtype == w.dtype and grad.is_contiguous() else grad.to(w.dtype).contiguous()
 
 
 @torch.library.custom_op("vecroute::loop_backward", mutates_args=())
@@ -215,11 +212,12 @@ def loop_backward_op(
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
     group: str, n_iters: int, saved: Tensor, need_grad_x: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Run ``run_loop_backward`` for compilers."""
-    return run_loop_backward(
+    """Run ``run_loop_backward`` for compilers. The gradient of x_inp comes first, empty if not needed."""
+    grad_x, grads = run_loop_backward(
         grad_x_out, x_inp, [aligned(w) for w in weights], input_mask, from_16(pair_mask), from_16(cu_seqlens),
         prior, rounded, tuning, implementation, group, n_iters, saved, need_grad_x,
     )  # fmt: skip
+    return [x_inp.new_empty(0) if grad_x is None else grad_x, *grads]
 
 
 @loop_backward_op.register_fake
@@ -253,7 +251,9 @@ def _gradients(ctx, grad_x_out: Tensor | None, need_grad_x: bool):
     # If the caller wants a graph of the backward pass, call the operator, which refuses second derivatives.
     plain = is_plain(grad_x_out) and not torch.is_grad_enabled()
     call: Any = grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x
-    grad_x, *grads = run_loop_backward(*(*call, ctx.plan)) if plain else loop_backward_op(*call)
+    if plain:
+        return run_loop_backward(*(*call, ctx.plan))
+    grad_x, *grads = loop_backward_op(*call)
     return grad_x if need_grad_x else None, grads
 
 
@@ -280,7 +280,8 @@ class Loop(torch.autograd.Function):
         x_out, phi, saved = run_loop(*(*inputs, plan))  # [..., j, h], [..., i, j]
         _setup_context(ctx, inputs, (x_out, phi, saved))
         ctx.plan = plan
-        ctx.mark_non_differentiable(phi)
+        if phi is not None:
+            ctx.mark_non_differentiable(phi)
         return x_out, phi
 
     @staticmethod
@@ -383,7 +384,7 @@ def route_streamed(
         plan = plan_of(*arguments, n_iters, need_phi)
         if plan.path == "batch":
             x_out, phi, _ = run_loop(*(*arguments, n_iters, need_phi, outputs, plan))
-            return x_out, phi_out.copy_(phi) if need_phi else None
+            return x_out, None if phi is None else phi_out.copy_(phi)
         p = problem(plan, *arguments)
         x_out, _ = run_chunks(p, phi_out, outputs)
     batch = x_out.shape[:1] if cu_seqlens is not None else x_inp.shape[:-2]

@@ -15,7 +15,7 @@ from vecroute.ops.backends.fused.steps import (
     predictions_backward_kernel,
     scores_matrix_kernel,
 )
-from vecroute.ops.common import cdiv, next_power_of_2
+from vecroute.ops.common import Weights, cdiv, next_power_of_2
 from vecroute.ops.launch import Launch, Memory, Product
 from vecroute.ops.paths.batch import backward_kernels, forward_kernels, products, segments, sum_kernels
 from vecroute.ops.paths.batch.sizes import Sizes
@@ -38,13 +38,18 @@ class Sum(NamedTuple):
 
 
 class Steps(Sizes):
-    """Prepared launches of a plan, memory of each pass, and both passes."""
+    """Prepared launches of a plan, memory of each pass, and both passes.
+
+    ``weights`` and ``grads`` are the names of the parameters and of their gradients, in the order of a call.
+    """
 
     forward: Pass
     backward: Pass
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
+        self.weights = Weights.names(plan.case.variable)
+        self.grads = [f"grad_{name}" for name in self.weights]
         self.T = TL[self.dtype]
         operand = torch.float16 if self.half else plan.operand_dtype
         # The rounding of products of small matrices.
