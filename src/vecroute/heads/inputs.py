@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from vecroute.ops.checks import check_float_tensor, check_mask
+from vecroute.ops.checks import check_float_tensor, check_mask, is_whole_mask
 
 
 class Linears(nn.Module):
@@ -98,6 +98,8 @@ def check_hidden_states(
     if isinstance(input_mask, Tensor):
         if input_mask.shape == hidden_states.shape[:-2]:
             input_mask = input_mask[..., None].expand(hidden_states.shape[:-1])  # [..., n_pos, depth]
+        if is_whole_mask(input_mask, hidden_states, (depth,)):
+            return input_mask
         if input_mask.shape != hidden_states.shape[:-1]:
             raise ValueError(
                 f"input_mask must be [..., n_pos] or [..., n_pos, depth] for hidden_states {shape}, "
