@@ -139,8 +139,9 @@ def head_call(name: str, shape: tuple[int, int, int, int], mode: str, options: a
     size = {"d_emb": d, "depth": depth, "n_cls": 2}
     if name == "routing":
         head = vr.RoutingHead(**size)
-    else:  # the MLPs of RoutingHead have this width by default
-        mlps = {"d_inp_mlp": max(2 * d // 3, 1), "gated": True} if name == "probe, MLPs" else {}
+    else:
+        width = vr.RoutingHead(**size).options["d_mlp"]  # so that both heads have the same MLPs
+        mlps = {"d_inp_mlp": width, "gated": True} if name == "probe, MLPs" else {}
         head = vr.heads.PoolingHead.probe(**size, **mlps)
     given = {"input_mask": calls.prefix_mask(calls.lengths_of(batch, n_pos, 0.1), n_pos, options.device)}
     hidden_states = calls.random_input((batch, n_pos, depth, d), mode, options.device)

@@ -33,6 +33,15 @@ def linear_of(n_members: int) -> Callable[[int, int], nn.Module]:
     return nn.Linear if n_members == 1 else partial(Linears, n_members)
 
 
+def mlp_width(d: int, thirds: int) -> int:
+    """Return the width of an MLP for vectors of size d: about thirds / 3 of d, a multiple of 8 if d >= 24.
+
+    cuBLAS uses slower kernels for products whose rows are not aligned to 16 bytes.
+    """
+    width = max(thirds * d // 3, 1)
+    return width - width % 8 if d >= 24 else width
+
+
 class ResidualMLP(nn.Module):
     """Compute x + W_2 gelu(W_1 x + b_1) + b_2 for each vector, [..., d] -> [..., d].
 
