@@ -166,13 +166,11 @@ class VectorRouting(nn.Module):
 
     def _route(self, x_inp, input_mask, pair_mask, **options):
         """Return x_out [..., j, h] and phi [..., i, j] (None unless need_phi)."""
-        x_out, phi = self._state(x_inp, input_mask, pair_mask, **options)
-        if self.normalize:
-            x_out = normalize(x_out)  # [..., j, h]
+        x_out, phi = self._state(x_inp, input_mask, pair_mask, normalized=self.normalize, **options)
         return x_out.to(x_inp.dtype), phi
 
-    def _state(self, x_inp, input_mask, pair_mask, *, cu_seqlens=None, **phi_options):
-        """Return x_out [..., j, h] before normalisation, and phi [..., i, j] (None unless need_phi)."""
+    def _state(self, x_inp, input_mask, pair_mask, *, cu_seqlens=None, normalized=False, **phi_options):
+        """Return x_out [..., j, h], normalised or not, and phi [..., i, j] (None unless need_phi)."""
         cu_seqlens, masks = self._check(x_inp, input_mask, pair_mask, cu_seqlens, **phi_options)
         how: dict[str, Any] = {
             "implementation": self.implementation,
@@ -181,11 +179,13 @@ class VectorRouting(nn.Module):
             "group": self.group,
         }
         if isinstance(self.n_iters, Converge):
-            return not_compiled(self._converge)(self.n_iters, x_inp, masks, how, phi_options)
+            x_out, phi = not_compiled(self._converge)(self.n_iters, x_inp, masks, how, phi_options)
+            return normalize(x_out) if normalized else x_out, phi
         input_mask, pair_mask = masks  # [..., i], [..., i, j]
         return ops.route(
-            x_inp, self.weights(), self.n_iters, input_mask, pair_mask, self.prior, **how, **phi_options
-        )
+            x_inp, self.weights(), self.n_iters, input_mask, pair_mask, self.prior, **how, **phi_options,
+            normalized=normalized,
+        )  # fmt: skip
 
     def _converge(self, n_iters: Converge, x_inp: Tensor, masks, how: dict[str, Any], phi_options):
         """Do the same as ``_state`` at the fixed point: the state that one more iteration does not change."""
@@ -318,7 +318,7 @@ class VectorRouting(nn.Module):
         cu_seqlens, masks = self._check(x_inp, input_mask, pair_mask, cu_seqlens)
         return ops.plan_route(
             x_inp, self.weights(), self.n_iters, *masks, self.prior, implementation=self.implementation,
-            tuning=self.tuning, cu_seqlens=cu_seqlens, group=self.group,
+            tuning=self.tuning, cu_seqlens=cu_seqlens, group=self.group, normalized=self.normalize,
         )  # fmt: skip
 
     def trace(

@@ -102,8 +102,10 @@ def launch_forward(steps: Steps, stream: Recorder, at: Pointers) -> None:
         y, s = kept[f"y{k}"], kept[f"s{k}"]
         tables = tiles, kept.get("parts", none), none, none
         add_up(stream, steps.sum_pairs_j, to_sum, x, f, tables, cu, t, "sum", y, s)
-        x_out = at["x_out"] if k == steps.last else kept[f"before{k}"]
-        small_steps(stream, steps, k, kept, t, at, x_out)
+        ends = k == steps.last and not steps.normalized
+        small_steps(stream, steps, k, kept, t, at, at["x_out"] if ends else kept[f"before{k}"])
+    if steps.normalized:
+        steps.normalize(stream, kept[f"before{steps.last}"], at["x_out"])
 
 
 def small_steps(
@@ -169,6 +171,10 @@ def launch_backward(steps: Steps, stream: Recorder, at: Pointers) -> None:
     workspace = (t["workspace"],) if steps.large else ()
     tops = t["row_tops"]  # tops of all iterations, the last iteration first
     after = grad_c, t["grad_f"], *to_sum
+    if steps.normalized:
+        before = kept[f"before{steps.last}"]
+        steps.normalize_backward(stream, grad_out, before, t["v"], t["grad_x_out"])
+        grad_out = t["grad_x_out"]
     for k in reversed(range(case.n_iters)):
         steps.grad_u(stream, grad_out, at["W_F2"], t["grad_u"], *workspace)
         grad_y = t["rows"] if steps.half else M

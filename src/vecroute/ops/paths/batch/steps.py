@@ -175,6 +175,7 @@ class Steps(Sizes):
     def make_small_forward(self) -> None:
         """Prepare F and G: large products by cuBLAS, others by kernels that also do the work around them."""
         case, b, j, d, h = self.case, self.batch, self.n_out, self.d, self.h
+        self.normalize = self.by_vectors(normalize_kernel, "ff")
         if not self.large:
             block = blocks.of_product(b * j, h)
             self.outputs = Launch(
@@ -199,7 +200,6 @@ class Steps(Sizes):
             outputs_kernel, (n, 1, 1), self.dtypes("fffwwff"), (b * j, j, d, h), T=self.T, **by_row
         )
         self.out_product = Product((b * j, h, d), self.dtype, workspace=WORKSPACE, add=True, tf32=case.tf32)
-        self.normalize = self.by_vectors(normalize_kernel, "ff")
         self.predict = Product((b * j, d, h), self.dtype, workspace=WORKSPACE, tf32=case.tf32)
         by_row = blocks.of_rows(d)
         n = cdiv(b * j, by_row["BLOCK_R"])
