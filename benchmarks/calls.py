@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import vecroute as vr
 
 WARM_UP = 30  # calls before any timing: Python 3.12 speeds up code after about twenty runs
-MOST_CALLS = 50  # calls per figure at most
+MOST_CALLS = 50  # calls per figure at most, unless its rounds need more
+ROUNDS = 3
 PACKAGE = str(Path(vr.__file__).parent)
 # Python 3.12 inlines comprehensions, so counts of different versions agree only without them.
 NOT_FUNCTIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
@@ -119,12 +120,21 @@ def host_columns(times: list[float]) -> dict[str, float]:
     return {"host_ms": median(times), "host_mean_ms": mean(times)}
 
 
-def figures(run: common.Run, device: str, seconds: float, least: int) -> dict[str, float]:
-    """Return host and whole time of a call. On the CPU they are the same."""
-    runs = [run] * n_calls(run, device, seconds, least)
-    whole = whole_times(runs, device)
-    host = host_times(runs, device) if common.is_cuda(device) else whole
-    return {**host_columns(host), "whole_ms": median(whole)}
+def figures(runs: Sequence[common.Run], device: str, seconds: float, least: int) -> list[dict[str, float]]:
+    """Return host and whole time of each run, over all rounds. On the CPU they are the same.
+
+    In a round, every run has a block of ``least`` calls or more. So a slow phase of the machine affects all
+    runs alike.
+    """
+    blocks = [[run] * max(least, n_calls(run, device, seconds, least) // ROUNDS) for run in runs]
+    whole: list[list[float]] = [[] for _ in runs]
+    host: list[list[float]] = [[] for _ in runs] if common.is_cuda(device) else whole
+    for _ in range(ROUNDS):
+        for k, block in enumerate(blocks):
+            whole[k] += whole_times(block, device)
+            if host is not whole:
+                host[k] += host_times(block, device)
+    return [{**host_columns(h), "whole_ms": median(w)} for h, w in zip(host, whole, strict=True)]
 
 
 def captured_ms(call: Call, seconds: float, least: int) -> float | None:

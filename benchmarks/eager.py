@@ -2,11 +2,16 @@
 
 Forward + backward, launched kernel by kernel (eager). host_ms is the time until the Python call returns,
 with the GPU idle before it; whole_ms is the time from the end of one call to the end of the next, back to
-back. captured_ms is the whole time of the same call as one CUDA graph. All are medians of 20 calls or more.
-On the CPU, host_ms equals whole_ms and captured_ms is empty.
+back. captured_ms is the whole time of the same call as one CUDA graph, a median of 20 calls or more. The
+others are medians of three rounds: in each round, all implementations and kinds of input of a case have 20
+calls or more in turn. On the CPU, host_ms equals whole_ms and captured_ms is empty.
 
 The official layer has no masks and no packed samples. For these kinds of input, speedup compares with the
 official layer on the same batch, padded, without a mask.
+
+The rows "compiled" are calls of ``torch.compile(head, dynamic=True)``, which is meant to compile once for all
+lengths. graphs is the number of graphs that it made for five lengths. Without dynamic=True there are two,
+since PyTorch first compiles for one length alone.
 
 Rows are appended to eager.csv when all cases are done. ``--cases`` runs only some cases.
 """
@@ -80,6 +85,8 @@ SHORTEST = {"packed64": 0.05}  # shortest masked or packed sample, as a share of
 LENGTHS = variable(8, 450, 16, 384)  # the repeated length; 200 other lengths are from 50 to 449
 HEADS = ((32, 48, 7, 384), (16, 128, 25, 1024))  # batch, positions, depths, size of the hidden states
 CASES = (*LAYERS, "lengths", "heads", "trace")
+Key = tuple[str, str]  # kind of input and implementation
+Builds = dict[Key, Callable[[], Call]]
 
 
 @dataclass
@@ -139,8 +146,9 @@ def head_call(name: str, shape: tuple[int, int, int, int], mode: str, options: a
     size = {"d_emb": d, "depth": depth, "n_cls": 2}
     if name == "routing":
         head = vr.RoutingHead(**size)
-    else:  # the MLPs of RoutingHead have this width by default
-        mlps = {"d_inp_mlp": max(2 * d // 3, 1), "gated": True} if name == "probe, MLPs" else {}
+    else:
+        width = vr.RoutingHead(**size).options["d_mlp"]  # so that both heads have the same MLPs
+        mlps = {"d_inp_mlp": width, "gated": True} if name == "probe, MLPs" else {}
         head = vr.heads.PoolingHead.probe(**size, **mlps)
     given = {"input_mask": calls.prefix_mask(calls.lengths_of(batch, n_pos, 0.1), n_pos, options.device)}
     hidden_states = calls.random_input((batch, n_pos, depth, d), mode, options.device)
@@ -151,13 +159,33 @@ def head_call(name: str, shape: tuple[int, int, int, int], mode: str, options: a
 # Measurements
 
 
-def measure(build: Callable[[], Call], options: argparse.Namespace, *, capture: bool = True) -> dict:
-    """Measure host time, whole time and, on a GPU, captured time."""
+def measure(builds: Builds, options: argparse.Namespace) -> dict[Key, dict]:
+    """Measure host time, whole time and, on a GPU, captured time of calls that alternate.
+
+    The official layer is not captured, and is left out if its call does not fit the memory. Packed calls are
+    captured at the end of a run.
+    """
     timing = options.seconds, least_calls(options)
-    row = calls.figures(build(), options.device, *timing)
-    if capture and common.is_cuda(options.device):
-        row["captured_ms"] = calls.captured_ms(build(), *timing)
-    return row
+    ready = {key: build() for key, build in builds.items()}
+    ready = {key: call for key, call in ready.items() if fits(key, call)}
+    rows = dict(zip(ready, calls.figures(list(ready.values()), options.device, *timing), strict=True))
+    ready.clear()  # frees the inputs
+    for (kind, implementation), row in rows.items():
+        if common.is_cuda(options.device) and implementation != "official" and kind != "packed":
+            row["captured_ms"] = calls.captured_ms(builds[kind, implementation](), *timing)
+    return rows
+
+
+def fits(key: Key, call: Call) -> bool:
+    """Run a call. Return False if the official layer runs out of memory; other layers must not."""
+    try:
+        call()
+    except torch.OutOfMemoryError as error:
+        if key[1] != "official":
+            raise
+        print(f"the official layer fails: {calls.first_line(error)}", flush=True)
+        return False
+    return True
 
 
 def implementations(options: argparse.Namespace) -> list[str]:
@@ -168,24 +196,19 @@ def layers(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measur
     """Measure every implementation on every kind of input. Packed calls are captured at the end of a run."""
     for case in LAYERS[name]:
         case = shortened(case) if options.short else case
-        official_ms = None
-        for implementation in implementations(options):
-            official = implementation == "official"
-            for kind in ("plain",) if official else KINDS.get(name, ("plain",)):
-                key = {"kind": kind, "implementation": implementation}
-                build = partial(
-                    layer_call, case, implementation, mode, options, kind, SHORTEST.get(name, 0.1)
-                )
-                try:
-                    row = measure(build, options, capture=not official and kind != "packed")
-                except torch.OutOfMemoryError as error:
-                    if not official:
-                        raise
-                    print(f"{name}: the official layer fails: {calls.first_line(error)}", flush=True)
-                    continue
-                official_ms = row["whole_ms"] if official else official_ms
-                row["speedup"] = official_ms and official_ms / row["whole_ms"]
-                yield Measured({**sizes(case), **key, **row}, build)
+        builds: Builds = {
+            (kind, implementation): partial(
+                layer_call, case, implementation, mode, options, kind, SHORTEST.get(name, 0.1)
+            )
+            for implementation in implementations(options)
+            for kind in (("plain",) if implementation == "official" else KINDS.get(name, ("plain",)))
+        }
+        rows = measure(builds, options)
+        official = rows.get(("plain", "official"))
+        for (kind, implementation), row in rows.items():
+            row["speedup"] = official and official["whole_ms"] / row["whole_ms"]
+            columns = {**sizes(case), "kind": kind, "implementation": implementation}
+            yield Measured({**columns, **row}, builds[kind, implementation])
 
 
 def lengths(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measured]:
@@ -194,10 +217,15 @@ def lengths(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measu
     drawn = range(case.n_inp // 9, case.n_inp)
     repeated, *others = random.Random(0).sample(drawn, 9 if options.short else 201)
     official: dict[str, float] = {}  # whole time
-    for implementation in implementations(options):
-        build = partial(layer_call, replace(case, n_inp=repeated), implementation, mode, options)
-        rows = {"repeated": measure(build, options, capture=implementation != "official")}
-        rows |= sweeps(build(), others)
+    builds: Builds = {
+        ("repeated", implementation): partial(
+            layer_call, replace(case, n_inp=repeated), implementation, mode, options
+        )
+        for implementation in implementations(options)
+    }
+    for (_, implementation), repeated_row in measure(builds, options).items():
+        build = builds["repeated", implementation]
+        rows = {"repeated": repeated_row} | sweeps(build(), others)
         for kind, row in rows.items():
             if implementation == "official" and "whole_ms" in row:
                 official[kind] = row["whole_ms"]
@@ -225,10 +253,13 @@ def heads(name: str, mode: str, options: argparse.Namespace) -> Iterator[Measure
     for shape in HEADS:
         batch, n_pos, depth, d = (3, 8, 3, 24) if options.short else shape
         columns = sizes(Case(n_pos * depth, 2, d, 1, variable=True, batch=batch))
-        for head in ("routing", "probe, MLPs", "probe"):
-            build = partial(head_call, head, (batch, n_pos, depth, d), mode, options)
-            key = {"kind": "masked", "implementation": head}
-            yield Measured({**columns, **key, **measure(build, options)}, build)
+        builds: Builds = {
+            ("masked", head): partial(head_call, head, (batch, n_pos, depth, d), mode, options)
+            for head in ("routing", "probe, MLPs", "probe")
+        }
+        for (kind, head), row in measure(builds, options).items():
+            key = {"kind": kind, "implementation": head}
+            yield Measured({**columns, **key, **row}, builds[kind, head])
         if mode == modes(options)[0]:
             build = partial(head_call, "routing", (batch, n_pos, depth, d), mode, options)
             key = {"kind": "compiled", "implementation": "routing"}
@@ -240,17 +271,16 @@ def compiled(call: Call, options: argparse.Namespace) -> dict[str, object]:
     torch.compiler.reset()
     counters.clear()
     backend = "inductor" if common.is_cuda(options.device) else "aot_eager"
-    call = replace(call, model=torch.compile(call.model, backend=backend))
+    call = replace(call, model=torch.compile(call.model, backend=backend, dynamic=True))
     n_pos = call.x_inp.shape[1]
     try:
         for n in (n_pos, n_pos - 1, n_pos - 2, n_pos // 2, n_pos // 2 + 1):
-            given = {"input_mask": call.given["input_mask"][:, :n].contiguous()}
-            replace(call, x_inp=call.x_inp[:, :n].contiguous(), given=given)()
+            # Copies, since PyTorch compiles again if one input is a view and another is not.
+            given = {"input_mask": call.given["input_mask"][:, :n].clone()}
+            replace(call, x_inp=call.x_inp[:, :n].clone(), given=given)()
         graphs = counters["stats"]["unique_graphs"]
-        return {
-            "graphs": graphs,
-            **calls.figures(call, options.device, options.seconds, least_calls(options)),
-        }
+        (row,) = calls.figures([call], options.device, options.seconds, least_calls(options))
+        return {"graphs": graphs, **row}
     except Exception as error:  # compilers raise errors of many types, and the other cases should still run
         print(f"heads: torch.compile fails: {type(error).__name__}: {calls.first_line(error)}", flush=True)
         return {}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as nnf
+from torch._dynamo.utils import counters
 
 import vecroute as vr
 from vecroute.heads import GatedMLP, ResidualMLP
@@ -141,3 +142,20 @@ def test_wrong_arguments(arguments, error, message):
 def test_wrong_options(make, option, error, message):
     with pytest.raises(error, match=message):
         make(**SIZES | option)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", pytest.param("fused", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("device")
+def test_compiles_once_for_all_lengths(implementation):
+    head = trained(vr.RoutingHead(**SIZES, implementation=implementation))
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(head, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n_pos in (8, 7, 6, 4, 5):
+        hidden, mask = torch.randn(2, n_pos, 3, 12), torch.rand(2, n_pos) > 0.3
+        got, expected = compiled(hidden, mask), head(hidden, mask)
+        torch.testing.assert_close(got, expected)
+        parameters = list(head.parameters())
+        gradients = [torch.autograd.grad(scores.sum(), parameters) for scores in (got, expected)]
+        torch.testing.assert_close(*gradients)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -138,6 +138,17 @@ def test_widths_by_default():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("d_emb", "one", "several", "wide"),
+    [(1, 1, 1, 1), (23, 15, 7, 30), (24, 16, 8, 32), (32, 16, 8, 40), (384, 256, 128, 512),
+     (1024, 680, 336, 1360)],
+)  # fmt: skip
+def test_default_widths_are_multiples_of_8(d_emb, one, several, wide):
+    size = SIZES | {"d_emb": d_emb}
+    heads = vr.RoutingHead(**size), vr.RoutingHead(**size, n_members=2), vr.RoutingHead.wide(**size)
+    assert [head.options["d_mlp"] for head in heads] == [one, several, wide]
+
+
 @pytest.mark.parametrize("n_members", [0, -1, 1.5, True])
 def test_a_number_of_members_that_cannot_be(n_members):
     with pytest.raises((TypeError, ValueError), match="n_members must be a positive int"):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import vecroute as vr
 from tests.helpers.samples import KINDS, make
+from vecroute.ops.checks import check_mask
 
 SIZES = {"n_out": 3, "d_inp": 4, "d_out": 2}
 
@@ -163,6 +164,16 @@ WRONG_SIZES = {
     "bool": (True, TypeError, "True (bool)"),
     "text": ("4", TypeError, "'4' (str)"),
 }
+
+
+def test_a_mask_of_the_whole_batch_is_returned_as_it_is():
+    x_inp, sizes = torch.zeros(2, 5, 3), {"n_inp": 5}
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    assert check_mask("input_mask", mask, x_inp, sizes=sizes) is mask
+    assert check_mask("input_mask", mask.int(), x_inp, sizes=sizes).dtype == torch.bool
+    assert check_mask("input_mask", mask[:1], x_inp, sizes=sizes) is not None
+    with pytest.raises(ValueError, match="must be on the device of the inputs, cpu, got meta"):
+        check_mask("input_mask", mask.to("meta"), x_inp, sizes=sizes)
 
 
 @pytest.mark.parametrize(("value", "kind", "came"), WRONG_SIZES.values(), ids=WRONG_SIZES)

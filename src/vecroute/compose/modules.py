@@ -23,7 +23,7 @@ from vecroute.compose.masks import (
 )
 from vecroute.compose.probe import check_independent
 from vecroute.layers import GeneralRouting, MatrixRouting, Routed, VectorRouting
-from vecroute.ops.group import announced, sum_gradients
+from vecroute.ops.group import announced, has_ranks, sum_gradients
 
 # A function that runs one part of a network: (part, x_inp, masks) -> (x_out, factor of the credit or None).
 Visit = Callable[[nn.Module, Any, Any], tuple[Any, Factor | None]]
@@ -287,8 +287,11 @@ def group_of(network: Any) -> str:
 
 def checked_group_of(network: nn.Module) -> str:
     """Return ``group_of(network)``, but "" if a layer has ``check_ranks=False``."""
-    group = group_of(network)
-    return group if group and all(layer.check_ranks for layer in vector_routings(network)) else ""
+    if not has_ranks():
+        return ""
+    layers = list(vector_routings(network))
+    group = next((layer.group for layer in layers if layer.group), "")
+    return group if all(layer.check_ranks for layer in layers) else ""
 
 
 def vector_routings(network: Any) -> Iterator[VectorRouting]:

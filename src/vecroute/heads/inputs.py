@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from vecroute.ops.checks import check_float_tensor, check_mask
+from vecroute.ops.checks import check_float_tensor, check_mask, is_whole_mask
 
 
 class Linears(nn.Module):
@@ -31,6 +31,15 @@ class Linears(nn.Module):
 def linear_of(n_members: int) -> Callable[[int, int], nn.Module]:
     """Return the class of linear maps for this number of members."""
     return nn.Linear if n_members == 1 else partial(Linears, n_members)
+
+
+def mlp_width(d: int, thirds: int) -> int:
+    """Return the width of an MLP for vectors of size d: about thirds / 3 of d, a multiple of 8 if d >= 24.
+
+    cuBLAS uses slower kernels for products whose rows are not aligned to 16 bytes.
+    """
+    width = max(thirds * d // 3, 1)
+    return width - width % 8 if d >= 24 else width
 
 
 class ResidualMLP(nn.Module):
@@ -98,6 +107,8 @@ def check_hidden_states(
     if isinstance(input_mask, Tensor):
         if input_mask.shape == hidden_states.shape[:-2]:
             input_mask = input_mask[..., None].expand(hidden_states.shape[:-1])  # [..., n_pos, depth]
+        if is_whole_mask(input_mask, hidden_states, (depth,)):
+            return input_mask
         if input_mask.shape != hidden_states.shape[:-1]:
             raise ValueError(
                 f"input_mask must be [..., n_pos] or [..., n_pos, depth] for hidden_states {shape}, "

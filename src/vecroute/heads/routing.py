@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from vecroute.compose.members import Each, Members
 from vecroute.compose.modules import NetworkHead, PerVector, Sequential, checked_group_of, vector_routings
-from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states
+from vecroute.heads.inputs import GatedMLP, ResidualMLP, check_hidden_states, mlp_width
 from vecroute.layers import Routed, VectorRouting
 from vecroute.ops.checks import check_bool, check_size
 from vecroute.ops.group import announced
@@ -29,7 +29,7 @@ class RoutingHead(NetworkHead):
         n_cls: number of classes.
         n_hid, d_hid: number and size of the hidden vectors. d_hid=None means d_emb.
         d_mlp: width of the MLPs, 0 for no MLPs. None means two thirds of d_emb, or one third with several
-            members.
+            members, rounded down to a multiple of 8 if d_emb is at least 24.
         gated: True to use ``GatedMLP``, False to use ``ResidualMLP``.
         n_routings: number of routings, at least 2. Additional ones map n_hid hidden vectors to n_hid others.
         n_iters, implementation: passed to every routing.
@@ -65,7 +65,7 @@ class RoutingHead(NetworkHead):
         check_size("d_emb", d_emb)
         check_size("n_members", n_members)
         d_hid = d_emb if d_hid is None else d_hid
-        d_mlp = max((2 if n_members == 1 else 1) * d_emb // 3, 1) if d_mlp is None else d_mlp
+        d_mlp = mlp_width(d_emb, 2 if n_members == 1 else 1) if d_mlp is None else d_mlp
         sizes = {"depth": depth, "n_cls": n_cls, "n_hid": n_hid, "d_hid": d_hid, "n_routings": n_routings}
         for name, value in sizes.items():
             check_size(name, value)
@@ -103,7 +103,7 @@ class RoutingHead(NetworkHead):
     def wide(cls, *, d_emb: int, depth: int, n_cls: int, **options: Any) -> "RoutingHead":
         """Build a head with MLPs twice as wide. It scores no better on texts (docs/results.md)."""
         check_size("d_emb", d_emb)
-        options = {"d_mlp": max(4 * d_emb // 3, 1)} | options
+        options = {"d_mlp": mlp_width(d_emb, 4)} | options
         return cls(d_emb=d_emb, depth=depth, n_cls=n_cls, **options)
 
     @classmethod

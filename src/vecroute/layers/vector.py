@@ -166,13 +166,11 @@ class VectorRouting(nn.Module):
 
     def _route(self, x_inp, input_mask, pair_mask, **options):
         """Return x_out [..., j, h] and phi [..., i, j] (None unless need_phi)."""
-        x_out, phi = self._state(x_inp, input_mask, pair_mask, **options)
-        if self.normalize:
-            x_out = normalize(x_out)  # [..., j, h]
+        x_out, phi = self._state(x_inp, input_mask, pair_mask, normalized=self.normalize, **options)
         return x_out.to(x_inp.dtype), phi
 
-    def _state(self, x_inp, input_mask, pair_mask, *, cu_seqlens=None, **phi_options):
-        """Return x_out [..., j, h] before normalisation, and phi [..., i, j] (None unless need_phi)."""
+    def _state(self, x_inp, input_mask, pair_mask, *, cu_seqlens=None, normalized=False, **phi_options):
+        """Return x_out [..., j, h], normalised or not, and phi [..., i, j] (None unless need_phi)."""
         cu_seqlens, masks = self._check(x_inp, input_mask, pair_mask, cu_seqlens, **phi_options)
         how: dict[str, Any] = {
             "implementation": self.implementation,
@@ -181,11 +179,13 @@ class VectorRouting(nn.Module):
             "group": self.group,
         }
         if isinstance(self.n_iters, Converge):
-            return not_compiled(self._converge)(self.n_iters, x_inp, masks, how, phi_options)
+            x_out, phi = not_compiled(self._converge)(self.n_iters, x_inp, masks, how, phi_options)
+            return normalize(x_out) if normalized else x_out, phi
         input_mask, pair_mask = masks  # [..., i], [..., i, j]
         return ops.route(
-            x_inp, self.weights(), self.n_iters, input_mask, pair_mask, self.prior, **how, **phi_options
-        )
+            x_inp, self.weights(), self.n_iters, input_mask, pair_mask, self.prior, **how, **phi_options,
+            normalized=normalized,
+        )  # fmt: skip
 
     def _converge(self, n_iters: Converge, x_inp: Tensor, masks, how: dict[str, Any], phi_options):
         """Do the same as ``_state`` at the fixed point: the state that one more iteration does not change."""
@@ -226,16 +226,12 @@ class VectorRouting(nn.Module):
         self, x_inp, input_mask, pair_mask, cu_seqlens, *, need_phi=False, outputs=None, phi_out=None
     ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
         """Check and return cu_seqlens and both masks. If inputs are sharded, all ranks raise or none."""
+        given = x_inp, input_mask, pair_mask, cu_seqlens, outputs, phi_out
+        if not self.group:
+            return self._check_alone(*given)
         with together(self.group, self.check_ranks) as alike:
-            n_inp = None if self.n_inp is None else local_rows(self.W_A).shape[0]
-            may_be_empty = cu_seqlens is not None or bool(self.group)
-            check_vectors("x_inp", x_inp, n=n_inp, d=self.d_inp, like=self.W_F2, may_be_empty=may_be_empty)
-            masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
-            if cu_seqlens is not None:
-                cu_seqlens = self._check_packed(x_inp, cu_seqlens, *masks)
-            if phi_out is not None:
-                check_phi_out(phi_out, [*x_inp.shape[:-1], self.n_out if outputs is None else len(outputs)])
-            if self.group and self.check_ranks:
+            cu_seqlens, masks = self._check_alone(*given)
+            if self.check_ranks:
                 needs_grad = any(t.requires_grad for t in (x_inp, *self.parameters()))
                 alike |= {
                     "the batch": list(x_inp.shape[:-2]) if cu_seqlens is None else [len(cu_seqlens) - 1],
@@ -244,6 +240,20 @@ class VectorRouting(nn.Module):
                     "n_iters": self.n_iters,
                     "whether there is a gradient": needs_grad and torch.is_grad_enabled(),
                 }
+        return cu_seqlens, masks
+
+    def _check_alone(
+        self, x_inp, input_mask, pair_mask, cu_seqlens, outputs, phi_out
+    ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
+        """Do the same as ``_check`` on this rank alone."""
+        n_inp = None if self.n_inp is None else local_rows(self.W_A).shape[0]
+        may_be_empty = cu_seqlens is not None or bool(self.group)
+        check_vectors("x_inp", x_inp, n=n_inp, d=self.d_inp, like=self.W_F2, may_be_empty=may_be_empty)
+        masks = check_masks(x_inp, input_mask, pair_mask, self.n_out)
+        if cu_seqlens is not None:
+            cu_seqlens = self._check_packed(x_inp, cu_seqlens, *masks)
+        if phi_out is not None:
+            check_phi_out(phi_out, [*x_inp.shape[:-1], self.n_out if outputs is None else len(outputs)])
         return cu_seqlens, masks
 
     def _check_not_sharded(self, verb: str) -> None:
@@ -308,7 +318,7 @@ class VectorRouting(nn.Module):
         cu_seqlens, masks = self._check(x_inp, input_mask, pair_mask, cu_seqlens)
         return ops.plan_route(
             x_inp, self.weights(), self.n_iters, *masks, self.prior, implementation=self.implementation,
-            tuning=self.tuning, cu_seqlens=cu_seqlens, group=self.group,
+            tuning=self.tuning, cu_seqlens=cu_seqlens, group=self.group, normalized=self.normalize,
         )  # fmt: skip
 
     def trace(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vecroute.ops.autograd import operator_arguments, plan_of, route_streamed
-from vecroute.ops.common import Weights, compute_dtype, is_exporting
+from vecroute.ops.common import Weights, compute_dtype, is_exporting, normalize
 from vecroute.ops.plan import Plan, Tuning
 from vecroute.ops.reference import route_reference
 from vecroute.ops.steps import StreamedSteps
@@ -42,6 +42,7 @@ def route(
     outputs: Sequence[int] | None = None,
     phi_out: Tensor | None = None,
     x_init: Tensor | None = None,
+    normalized: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Run the loop with the named implementation on arguments already checked.
 
@@ -50,9 +51,10 @@ def route(
         need_phi, outputs, phi_out: whether to return phi, for which outputs, and where to write it (see
             ``route_streamed``).
         x_init: [..., j, h] outputs to start from instead of the flat prior; only the reference takes them.
+        normalized: whether to normalise x_out at the end.
 
     Returns:
-        x_out [..., j, h], not yet normalised, and phi [..., i, j] (None unless need_phi), at least float32.
+        x_out [..., j, h], and phi [..., i, j] (None unless need_phi), at least float32.
     """
     implementation = pick(implementation, x_inp, cu_seqlens)
     if implementation == "reference":
@@ -63,6 +65,7 @@ def route(
             x_out, phi = last.x_out, last.phi  # [..., j, h], [..., i, j]
         else:
             x_out, phi = reference_of_packed(x_inp, weights, n_iters, prior, cu_seqlens, x_init)
+        x_out = normalize(x_out) if normalized else x_out
         if not need_phi:
             return x_out, None
         phi = phi if outputs is None else phi[..., list(outputs)]  # [..., i, j]
@@ -72,15 +75,20 @@ def route(
     return route_streamed(
         x_inp, weights, n_iters, input_mask, pair_mask, prior, implementation=implementation, tuning=tuning,
         cu_seqlens=cu_seqlens, group=group, need_phi=need_phi, outputs=outputs, phi_out=phi_out,
+        normalized=normalized,
     )  # fmt: skip
 
 
-def plan_route(x_inp: Tensor, weights: Weights, n_iters: int, *args, implementation: str, **options) -> Plan:
+def plan_route(
+    x_inp: Tensor, weights: Weights, n_iters: int, *args, implementation: str, normalized: bool = False,
+    **options,
+) -> Plan:  # fmt: skip
     """Return the plan of ``route`` with the same arguments."""
     picked = pick(implementation, x_inp, options["cu_seqlens"])
     if picked == "reference":
         raise ValueError("implementation='reference' has no plan: it is Algorithm 2 line by line")
-    plan = plan_of(*operator_arguments(x_inp, weights, *args, implementation=picked, **options), n_iters)
+    arguments = operator_arguments(x_inp, weights, *args, implementation=picked, **options)
+    plan = plan_of(*arguments, n_iters, normalized=normalized)
     if implementation == "auto" and picked == "chunked":
         problem = why_not_fused(x_inp) if x_inp.is_cuda else None
         why = f"fused {problem}" if problem else f"x_inp is on {x_inp.device}, not on a CUDA device"

@@ -14,6 +14,7 @@ from vecroute.ops.common import (
     aligned,
     compute_dtype,
     from_16,
+    normalize,
     product_dtype,
     used_pairs,
     without_autocast,
@@ -56,7 +57,7 @@ def problem(
 
 def case_of(
     x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group, n_iters,
-    need_phi=False, aligned=True, one_by_one=False,
+    need_phi=False, aligned=True, one_by_one=False, normalized=False,
 ) -> Case:  # fmt: skip
     """Return the case of a call. The caller passes ``aligned``, since fake tensors have no address."""
     n_out, d_out = weights[4].shape  # B_F2
@@ -65,13 +66,13 @@ def case_of(
         input_mask is not None, None if pair_mask is None else mask_strides(pair_mask, x_inp),
         None if cu_seqlens is None else (len(cu_seqlens) - 1, cu_seqlens.dtype), prior, implementation,
         Tuning(*tuning), bool(group), is_tf32(x_inp, rounded), need_phi, device_of(x_inp.device), aligned,
-        one_by_one,
+        one_by_one, normalized,
     )  # fmt: skip
 
 
-def plan_of(x_inp: Tensor, *call: Any, one_by_one: bool = False) -> Plan:
+def plan_of(x_inp: Tensor, *call: Any, **options: Any) -> Plan:
     """Return the plan of a call of the operators with real tensors."""
-    options: Any = {"aligned": has_aligned_rows(x_inp), "one_by_one": one_by_one}
+    options["aligned"] = has_aligned_rows(x_inp)
     return make_plan(case_of(x_inp, *call, **options))
 
 
@@ -79,24 +80,24 @@ def run_loop(
     x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None, pair_mask: Tensor | None,
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
     group: str, n_iters: int, need_phi: bool, outputs: Sequence[int] | None, plan: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return x_out [..., j, h], phi [..., i, j] for ``outputs``, and the memory of the backward pass."""
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Return x_out [..., j, h], phi [..., i, j] for ``outputs`` (or None), memory of the backward pass."""
     call: Any = (
         x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
     )  # fmt: skip
     plan = plan or plan_of(*call, n_iters, need_phi)
-    n_all = plan.case.n_out if need_phi else 0
+    phi = None
+    if need_phi:  # the batch path computes all columns
+        columns = plan.case.n_out if outputs is None or plan.path == "batch" else len(outputs)
+        phi = x_inp.new_empty(*x_inp.shape[:-1], columns, dtype=plan.dtype)  # [..., i, j]
     if plan.path == "batch":
-        phi = x_inp.new_empty(*x_inp.shape[:-1], n_all, dtype=plan.dtype)  # [..., i, j]
         with on_device(x_inp):
             x_out, saved = module_of("batch").forward(
-                plan, x_inp, named(weights), input_mask, pair_mask, cu_seqlens, phi if need_phi else None
+                plan, x_inp, weights, input_mask, pair_mask, cu_seqlens, phi
             )
-        return x_out, phi if outputs is None or not need_phi else phi[..., list(outputs)].contiguous(), saved
+        return x_out, phi if phi is None or outputs is None else phi[..., list(outputs)].contiguous(), saved
     p = problem(plan, *call)
-    columns = n_all if outputs is None or not need_phi else len(outputs)
-    phi = x_inp.new_empty(*x_inp.shape[:-1], columns, dtype=plan.dtype)  # [..., i, j]
-    x_out, saved = run_chunks(p, phi if need_phi else None, outputs)
+    x_out, saved = run_chunks(p, phi, outputs)
     batch = x_out.shape[:1] if cu_seqlens is not None else x_inp.shape[:-2]
     return x_out.view(*batch, *x_out.shape[1:]), phi, saved
 
@@ -121,11 +122,12 @@ def loop_op(
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
     group: str, n_iters: int, need_phi: bool, outputs: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run ``run_loop`` for compilers, which may pass tensors that are not aligned."""
-    return run_loop(
+    """Run ``run_loop`` for compilers, which may pass tensors that are not aligned. phi is never None here."""
+    x_out, phi, saved = run_loop(
         x_inp, [aligned(w) for w in weights], input_mask, from_16(pair_mask), from_16(cu_seqlens), prior,
         rounded, tuning, implementation, group, n_iters, need_phi, outputs,
     )  # fmt: skip
+    return x_out, x_out.new_empty(*x_inp.shape[:-1], 0) if phi is None else phi, saved
 
 
 @contextmanager
@@ -169,43 +171,40 @@ def run_loop_backward(
     grad_x_out: Tensor, x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None,
     pair_mask: Tensor | None, cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype,
     tuning: Sequence[int], implementation: str, group: str, n_iters: int, saved: Tensor, need_grad_x: bool,
-    plan: Plan | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of x_inp (empty if not needed) and of the weights.
+    normalized: bool, plan: Plan | None = None,
+) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
+    """Return the gradients of x_inp (None if not needed) and of the weights.
 
     Args:
+        normalized: whether x_out of the call is normalised.
         plan: the plan of the forward pass, if it is known.
     """
     call: Any = (
         x_inp, weights, input_mask, pair_mask, cu_seqlens, prior, rounded, tuning, implementation, group
     )  # fmt: skip
-    plan = plan or plan_of(*call, n_iters)
+    plan = plan or plan_of(*call, n_iters, normalized=normalized)
     if plan.path == "batch":
         with on_device(x_inp):
-            grad_x, grads = module_of("batch").backward(
-                plan, grad_x_out, x_inp, named(weights), pair_mask, cu_seqlens, saved, need_grad_x
+            grad_x, grads_w = module_of("batch").backward(
+                plan, grad_x_out, x_inp, weights, pair_mask, cu_seqlens, saved, need_grad_x
             )
-    else:
-        p = problem(plan, *call, again=True)
-        with tf32_under_autocast(p):
-            flat = grad_x_out.reshape(plan.batch, *grad_x_out.shape[-2:])  # [b, j, h]
-            grad_x, grads = loop.backward(p, flat, saved, need_grad_x)
-            grad_x = None if grad_x is None else grad_x.reshape(x_inp.shape)  # [..., i, d]
-    grad_x = x_inp.new_empty(0) if grad_x is None else grad_x
-    if plan.path == "batch" and plan.case.w_dtype == plan.dtype:
-        return [grad_x, *grads.values()]  # already as promised
-    parameters = {name: w for name, w in named(weights)._asdict().items() if w is not None}
-    # The fake operator below promises contiguous gradients to compilers.
-    grads_w = [
-        as_promised(grads[name], w.dtype) if name in grads else w.new_zeros(w.shape)
-        for name, w in parameters.items()
-    ]
-    return [grad_x, *grads_w]
+        if plan.case.w_dtype == plan.dtype:
+            return grad_x, grads_w  # already as promised
+        return grad_x, [as_promised(grad, w) for grad, w in zip(grads_w, weights, strict=True)]
+    p = problem(plan, *call, again=True)
+    with tf32_under_autocast(p):
+        flat = grad_x_out.reshape(plan.batch, *grad_x_out.shape[-2:])  # [b, j, h]
+        grad_x, grads = loop.backward(p, flat, saved, need_grad_x)
+        grad_x = None if grad_x is None else grad_x.reshape(x_inp.shape)  # [..., i, d]
+    names = Weights.names(plan.case.variable)
+    return grad_x, [as_promised(grads.get(name), w) for name, w in zip(names, weights, strict=True)]
 
 
-def as_promised(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient, contiguous and in the dtype of its parameter."""
-    return grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
+def as_promised(grad: Tensor | None, w: Tensor) -> Tensor:
+    """Return the gradient of a parameter as the fake operator promises it: contiguous, in its dtype."""
+    if grad is None:
+        return w.new_zeros(w.shape)
+    return grad if grad.dtype == w.dtype and grad.is_contiguous() else grad.to(w.dtype).contiguous()
 
 
 @torch.library.custom_op("vecroute::loop_backward", mutates_args=())
@@ -213,18 +212,19 @@ def loop_backward_op(
     grad_x_out: Tensor, x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None,
     pair_mask: Tensor | None,
     cu_seqlens: Tensor | None, prior: float, rounded: torch.dtype, tuning: Sequence[int], implementation: str,
-    group: str, n_iters: int, saved: Tensor, need_grad_x: bool,
+    group: str, n_iters: int, saved: Tensor, need_grad_x: bool, normalized: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Run ``run_loop_backward`` for compilers."""
-    return run_loop_backward(
+    """Run ``run_loop_backward`` for compilers. The gradient of x_inp comes first, empty if not needed."""
+    grad_x, grads = run_loop_backward(
         grad_x_out, x_inp, [aligned(w) for w in weights], input_mask, from_16(pair_mask), from_16(cu_seqlens),
-        prior, rounded, tuning, implementation, group, n_iters, saved, need_grad_x,
+        prior, rounded, tuning, implementation, group, n_iters, saved, need_grad_x, normalized,
     )  # fmt: skip
+    return [x_inp.new_empty(0) if grad_x is None else grad_x, *grads]
 
 
 @loop_backward_op.register_fake
 def _(grad_x_out, x_inp, weights, *args):
-    need_grad_x = args[-1]
+    need_grad_x = args[-2]
     grad_x = (
         torch.empty_like(x_inp, memory_format=torch.contiguous_format) if need_grad_x else x_inp.new_empty(0)
     )
@@ -252,8 +252,11 @@ def _gradients(ctx, grad_x_out: Tensor | None, need_grad_x: bool):
     weights, masks = rest[: ctx.n_weights], rest[ctx.n_weights :]
     # If the caller wants a graph of the backward pass, call the operator, which refuses second derivatives.
     plain = is_plain(grad_x_out) and not torch.is_grad_enabled()
-    call: Any = grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x
-    grad_x, *grads = run_loop_backward(*(*call, ctx.plan)) if plain else loop_backward_op(*call)
+    normalized = ctx.plan is not None and ctx.plan.normalizes
+    call: Any = grad_x_out, x_inp, weights, *masks, *ctx.options, saved, need_grad_x, normalized
+    if plain:
+        return run_loop_backward(*(*call, ctx.plan))
+    grad_x, *grads = loop_backward_op(*call)
     return grad_x if need_grad_x else None, grads
 
 
@@ -268,25 +271,25 @@ loop_backward_op.register_autograd(_refuse)
 
 
 class Loop(torch.autograd.Function):
-    """``loop_op`` as an autograd function: its other arguments, x_inp and the weights -> x_out, phi.
+    """``loop_op`` as an autograd function: plan, its other arguments, x_inp and the weights -> x_out, phi.
 
     PyTorch looks at each argument of a function on its own, so all that have no gradient are one argument.
     """
 
     @staticmethod
-    def forward(ctx, others: tuple, x_inp: Tensor, *weights: Tensor):
+    def forward(ctx, plan: Plan, others: tuple, x_inp: Tensor, *weights: Tensor):
         inputs: Any = x_inp, weights, *others
-        plan = plan_of(*inputs[:-1])
         x_out, phi, saved = run_loop(*(*inputs, plan))  # [..., j, h], [..., i, j]
         _setup_context(ctx, inputs, (x_out, phi, saved))
         ctx.plan = plan
-        ctx.mark_non_differentiable(phi)
+        if phi is not None:
+            ctx.mark_non_differentiable(phi)
         return x_out, phi
 
     @staticmethod
     def backward(ctx, grad_x_out: Tensor | None, _):
-        grad_x, grads = _gradients(ctx, grad_x_out, ctx.needs_input_grad[1])
-        return None, grad_x, *grads
+        grad_x, grads = _gradients(ctx, grad_x_out, ctx.needs_input_grad[2])
+        return None, None, grad_x, *grads
 
 
 def is_plain(x: Tensor) -> bool:
@@ -350,6 +353,7 @@ def route_streamed(
     need_phi: bool = False,
     outputs: Sequence[int] | None = None,
     phi_out: Tensor | None = None,
+    normalized: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Route with a streamed implementation.
 
@@ -358,6 +362,7 @@ def route_streamed(
         group: name of the group of ranks that share the inputs; "" for none.
         need_phi, outputs: whether to return phi, and for which outputs (None for all).
         phi_out: [..., i, j] tensor to write phi to, instead of a new one. Then x_out has no graph.
+        normalized: whether to normalise x_out.
 
     Returns:
         x_out [..., j, h], and phi [..., i, j] (None unless need_phi), which has no graph.
@@ -372,19 +377,28 @@ def route_streamed(
         chunked = implementation == "chunked" or (plain and plan_of(*arguments, n_iters).path != "batch")
         if chunked:
             arguments = (*arguments[:7], list(tuning._replace(keep_bytes=0)), *arguments[8:])
-    if phi_out is None:
-        if plain:
-            _, tensors, *others = arguments
-            x_out, phi = Loop.apply((*others, n_iters, need_phi, outputs), x_inp, *tensors)
-        else:
-            x_out, phi, _ = loop_op(*arguments, n_iters, need_phi, outputs)
-        return x_out, phi.detach() if need_phi else None
-    with torch.no_grad():
-        plan = plan_of(*arguments, n_iters, need_phi)
-        if plan.path == "batch":
-            x_out, phi, _ = run_loop(*(*arguments, n_iters, need_phi, outputs, plan))
-            return x_out, phi_out.copy_(phi) if need_phi else None
-        p = problem(plan, *arguments)
-        x_out, _ = run_chunks(p, phi_out, outputs)
-    batch = x_out.shape[:1] if cu_seqlens is not None else x_inp.shape[:-2]
-    return x_out.view(*batch, *x_out.shape[1:]), phi_out if need_phi else None
+    if phi_out is not None:
+        x_out = write_phi(arguments, n_iters, outputs, phi_out)
+        return normalize(x_out) if normalized else x_out, phi_out
+    if plain:
+        plan = plan_of(*arguments, n_iters, need_phi, normalized=normalized)
+        _, tensors, *others = arguments
+        x_out, phi = Loop.apply(plan, (*others, n_iters, need_phi, outputs), x_inp, *tensors)
+        normalized = normalized and not plan.normalizes
+    else:
+        x_out, phi, _ = loop_op(*arguments, n_iters, need_phi, outputs)
+    return normalize(x_out) if normalized else x_out, phi.detach() if need_phi else None
+
+
+@torch.no_grad()
+def write_phi(arguments, n_iters: int, outputs: Sequence[int] | None, phi_out: Tensor) -> Tensor:
+    """Run the loop, write phi to phi_out and return x_out [..., j, h]."""
+    plan = plan_of(*arguments, n_iters, need_phi=True)
+    if plan.path == "batch":
+        x_out, phi, _ = run_loop(*(*arguments, n_iters, True, outputs, plan))
+        assert phi is not None
+        phi_out.copy_(phi)
+        return x_out
+    x_out, _ = run_chunks(problem(plan, *arguments), phi_out, outputs)
+    batch = x_out.shape[:1] if plan.case.packed else plan.case.shape[:-2]
+    return x_out.view(*batch, *x_out.shape[1:])

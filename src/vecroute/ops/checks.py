@@ -1,6 +1,8 @@
 """Check arguments. Each error names the argument, what was expected and what was given."""
 
+from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -102,12 +104,11 @@ def check_mask(name: str, mask: object, x: Tensor, *, sizes: dict[str, int]) -> 
         x: [..., i, d] the inputs that the mask is for.
         sizes: the names and sizes of the mask's last dimensions.
     """
-    if mask is None:
-        return None
+    if mask is None or is_whole_mask(mask, x, sizes.values()):
+        return mask
 
-    def expected() -> (
-        str
-    ):  # only called for an error: torch.compile recompiles for every size that is printed
+    # Only called for an error: torch.compile recompiles for every size that is printed.
+    def expected() -> str:
         return f"[..., {', '.join(f'{key}={value}' for key, value in sizes.items())}]"
 
     if not isinstance(mask, Tensor):
@@ -133,10 +134,22 @@ def check_mask(name: str, mask: object, x: Tensor, *, sizes: dict[str, int]) -> 
     return mask if mask.dtype == torch.bool else mask != 0
 
 
+def is_whole_mask(mask: object, x: Tensor, sizes: Iterable[int]) -> TypeGuard[Tensor]:
+    """Return whether a mask has a boolean for every sample of x, as most masks do. Then nothing is wrong."""
+    return (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.bool
+        and mask.device == x.device
+        and mask.shape == (*x.shape[:-2], *sizes)
+    )
+
+
 def check_masks(
     x: Tensor, input_mask: object, pair_mask: object, n_out: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check both masks of a routing and return them as booleans."""
+    if input_mask is None and pair_mask is None:
+        return None, None
     n_inp = x.shape[-2]
     return (
         check_mask("input_mask", input_mask, x, sizes={"n_inp": n_inp}),

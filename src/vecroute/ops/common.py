@@ -33,6 +33,11 @@ class Weights(NamedTuple):
     W_ign: Any = None  # [d, j]
     B_ign: Any = None  # [j]
 
+    @classmethod
+    def names(cls, variable: bool) -> tuple[str, ...]:
+        """Return the names of the parameters that are not None, by whether the length is variable."""
+        return cls._fields[:10] + (cls._fields[12:] if variable else cls._fields[10:12])
+
     def to(self, dtype: torch.dtype) -> "Weights":
         """Return the same parameters in another dtype."""
         return Weights._make(None if w is None else w.to(dtype) for w in self)

@@ -18,6 +18,11 @@ from vecroute.ops.common import Weights
 MEET_INPUTS = ("W_A", "B_A", "W_S", "B_S", "W_use", "B_use", "W_ign", "B_ign")
 
 
+def has_ranks() -> bool:
+    """Return whether there are process groups. If not, no inputs are sharded."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def resolve(group: str) -> dist.ProcessGroup:
     """Return the process group with this name."""
     return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]

@@ -6,6 +6,7 @@ import torch
 import vecroute as vr
 from tests.helpers.samples import with_noise
 from tests.helpers.tolerance import assert_layer_as_good, outcome, twin
+from vecroute.ops.common import normalize as N
 from vecroute.ops.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -50,6 +51,25 @@ def test_halves_have_the_digits_of_tf32(shape, fixed, masked, tf32, nan_filled_m
     if masked in ("pairs", "both"):
         masks["pair_mask"] = torch.rand(b, n_inp, n_out) > 0.4
     assert_near(layer, x_inp, 2e-2, **masks)
+
+
+@pytest.mark.parametrize("d_out", [1, 7])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_kernels_normalise_outputs(normalize, d_out):
+    layer = make(19, 5, d_out, 2, normalize=normalize)
+    x_inp = torch.randn(2, 70, 19)
+    assert layer.plan(x_inp).normalizes == normalize
+    expected = N(layer.state(x_inp)) if normalize else layer.state(x_inp)
+    torch.testing.assert_close(layer(x_inp), expected)
+
+
+def test_gradients_with_a_graph_are_the_same():
+    """The backward pass then is the operator, which also has to undo the normalisation."""
+    layer, x_inp = make(19, 5, 7, 2), torch.randn(2, 70, 19, requires_grad=True)
+    of = [x_inp, *layer.parameters()]
+    plain = torch.autograd.grad(layer(x_inp).square().sum(), of)
+    with_graph = torch.autograd.grad(layer(x_inp).square().sum(), of, create_graph=True)
+    torch.testing.assert_close(with_graph, plain, rtol=0, atol=0)
 
 
 LENGTHS = [[70], [0, 70, 5, 0, 1325], [1, 0, 1, 1, 0], [64, 128, 63, 65]]

@@ -4,7 +4,7 @@
 them, since they need Triton.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
@@ -16,7 +16,6 @@ from vecroute.ops.plan import Plan
 if TYPE_CHECKING:
     from vecroute.ops.chunks import Chunk, Room
     from vecroute.ops.columns import Columns
-    from vecroute.ops.common import Weights
     from vecroute.ops.problem import Problem
 
 
@@ -28,14 +27,14 @@ class Batch(Protocol):
     def prepare(self, plan: Plan) -> Any: ...
 
     def forward(
-        self, plan: Plan, x_inp: Tensor, weights: "Weights", input_mask: Tensor | None,
+        self, plan: Plan, x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None,
         pair_mask: Tensor | None, cu_seqlens: Tensor | None, phi: Tensor | None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def backward(
-        self, plan: Plan, grad_x_out: Tensor, x_inp: Tensor, weights: "Weights", pair_mask: Tensor | None,
-        cu_seqlens: Tensor | None, saved: Tensor, need_grad_x: bool,
-    ) -> tuple[Tensor | None, dict[str, Tensor]]: ...  # fmt: skip
+        self, plan: Plan, grad_x_out: Tensor, x_inp: Tensor, weights: Sequence[Tensor],
+        pair_mask: Tensor | None, cu_seqlens: Tensor | None, saved: Tensor, need_grad_x: bool,
+    ) -> tuple[Tensor | None, list[Tensor]]: ...  # fmt: skip
 
 
 class Long(Protocol):

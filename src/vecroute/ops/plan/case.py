@@ -53,6 +53,7 @@ class Case(NamedTuple):
     device: Device
     aligned: bool = True  # whether each row of x_inp is contiguous and begins at a multiple of 16 bytes
     one_by_one: bool = False  # whether the caller runs single iterations instead of the whole loop
+    normalized: bool = False  # whether the layer normalises x_out; the batch path then does it
 
 
 @cache

@@ -69,6 +69,11 @@ class Plan:
     def on_cpu(self) -> bool:
         return self.case.device.kind == "cpu"
 
+    @cached_property
+    def normalizes(self) -> bool:
+        """Whether x_out of the call is normalised. The other paths leave that to the layer."""
+        return self.path == "batch" and self.case.normalized
+
     def is_flat(self, first: bool) -> bool:
         """Return whether all used pairs of an iteration have the same R, the prior."""
         return first and self.case.use_strides is None

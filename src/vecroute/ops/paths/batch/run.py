@@ -8,6 +8,7 @@ they run once for each plan, and are recorded (see ``ops/recording.py``).
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -30,11 +31,11 @@ def prepare(plan: Plan) -> Steps:
 
 
 def arguments(
-    x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    steps: Steps, x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None,
+    pair_mask: Tensor | None, cu_seqlens: Tensor | None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the tensors that a pass reads, by name, with masks of every sample as bytes."""
-    tensors = {name: t for name, t in zip(weights._fields, weights, strict=True) if t is not None}
+    tensors = dict(zip(steps.weights, weights, strict=True))
     tensors["x_inp"] = aligned(x_inp)  # [..., i, d]
     if input_mask is not None:
         tensors["input_mask"] = aligned(input_mask.expand(x_inp.shape[:-1])).view(torch.uint8)  # [..., i]
@@ -53,12 +54,12 @@ def flat_mask(mask: Tensor, x_inp: Tensor) -> Tensor:
 
 
 def forward(
-    plan: Plan, x_inp: Tensor, weights: Weights, input_mask: Tensor | None, pair_mask: Tensor | None,
-    cu_seqlens: Tensor | None, phi: Tensor | None,
+    plan: Plan, x_inp: Tensor, weights: Sequence[Tensor], input_mask: Tensor | None,
+    pair_mask: Tensor | None, cu_seqlens: Tensor | None, phi: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return x_out [..., j, h] and the memory for the backward pass. Fill phi [..., i, j] if it is given."""
     steps: Steps = plan.steps
-    tensors = arguments(x_inp, weights, input_mask, pair_mask, cu_seqlens)
+    tensors = arguments(steps, x_inp, weights, input_mask, pair_mask, cu_seqlens)
     shape = [steps.batch] if steps.packed else x_inp.shape[:-2]
     x_out = x_inp.new_empty(*shape, steps.n_out, steps.h, dtype=steps.dtype)  # [..., j, h]
     saved = steps.saved.new(x_inp)
@@ -101,8 +102,10 @@ def launch_forward(steps: Steps, stream: Recorder, at: Pointers) -> None:
         y, s = kept[f"y{k}"], kept[f"s{k}"]
         tables = tiles, kept.get("parts", none), none, none
         add_up(stream, steps.sum_pairs_j, to_sum, x, f, tables, cu, t, "sum", y, s)
-        x_out = at["x_out"] if k == steps.last else kept[f"before{k}"]
-        small_steps(stream, steps, k, kept, t, at, x_out)
+        ends = k == steps.last and not steps.normalized
+        small_steps(stream, steps, k, kept, t, at, at["x_out"] if ends else kept[f"before{k}"])
+    if steps.normalized:
+        steps.normalize(stream, kept[f"before{steps.last}"], at["x_out"])
 
 
 def small_steps(
@@ -133,18 +136,17 @@ def small_steps(
 
 
 def backward(
-    plan: Plan, grad_x_out: Tensor, x_inp: Tensor, weights: Weights, pair_mask: Tensor | None,
+    plan: Plan, grad_x_out: Tensor, x_inp: Tensor, weights: Sequence[Tensor], pair_mask: Tensor | None,
     cu_seqlens: Tensor | None, saved: Tensor, need_grad_x: bool,
-) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
     """Return the gradients of x_inp (None if not needed) and of parameters, from grad_x_out [..., j, h]."""
     steps: Steps = plan.steps
-    tensors = arguments(x_inp, weights, None, pair_mask, cu_seqlens)
-    parameters = [(name, w) for name, w in zip(weights._fields, weights, strict=True) if w is not None]
-    grads = {name: torch.empty_like(w, dtype=steps.dtype) for name, w in parameters}
+    tensors = arguments(steps, x_inp, weights, None, pair_mask, cu_seqlens)
+    grads = [torch.empty_like(w, dtype=steps.dtype) for w in weights]
+    tensors |= zip(steps.grads, grads, strict=True)
     if steps.last == 0:
         for name in ("W_S", "B_S", "W_G1", "W_G2", "B_G2"):
-            grads[name].zero_()
-    tensors |= {f"grad_{name}": grad for name, grad in grads.items()}
+            tensors[f"grad_{name}"].zero_()
     tensors |= {"grad_x_out": aligned(grad_x_out), "saved": saved, "memory": steps.back.new(x_inp)}
     grad_x = None
     if need_grad_x:
@@ -169,6 +171,10 @@ def launch_backward(steps: Steps, stream: Recorder, at: Pointers) -> None:
     workspace = (t["workspace"],) if steps.large else ()
     tops = t["row_tops"]  # tops of all iterations, the last iteration first
     after = grad_c, t["grad_f"], *to_sum
+    if steps.normalized:
+        before = kept[f"before{steps.last}"]
+        steps.normalize_backward(stream, grad_out, before, t["v"], t["grad_x_out"])
+        grad_out = t["grad_x_out"]
     for k in reversed(range(case.n_iters)):
         steps.grad_u(stream, grad_out, at["W_F2"], t["grad_u"], *workspace)
         grad_y = t["rows"] if steps.half else M

@@ -20,6 +20,7 @@ class Sizes:
         self.batch, self.n_inp, self.n_rows = plan.batch, plan.n_inp, plan.n_rows
         self.dtype, self.packed, self.half = compute_dtype(case.dtype), case.packed is not None, plan.half
         self.n_out, self.d, self.h, self.last = case.n_out, case.shape[-1], case.d_out, case.n_iters - 1
+        self.normalized = case.normalized and self.h > 1
         self.x_i = aligned(self.d, 64) if self.half else self.d
         self.n_M = self.n_out * (2 * case.n_iters - 1)  # rows of M that differ between samples
         self.n_shared = (
@@ -57,8 +58,10 @@ class Sizes:
             }  # fmt: skip
         for k in range(case.n_iters):
             arrays |= {f"y{k}": ((b, j, d), f), f"s{k}": ((b, j), f)}
+            if k < self.last or self.normalized:
+                arrays |= {f"before{k}": ((b, j, h), f)}
             if k < self.last:
-                arrays |= {f"before{k}": ((b, j, h), f), f"g{k}": ((b, j, d), f)}
+                arrays |= {f"g{k}": ((b, j, d), f)}
         if self.packed:
             arrays |= {
                 "tiles": ((self.n_tiles, 3), torch.int32),

@@ -15,7 +15,7 @@ from vecroute.ops.backends.fused.steps import (
     predictions_backward_kernel,
     scores_matrix_kernel,
 )
-from vecroute.ops.common import cdiv, next_power_of_2
+from vecroute.ops.common import Weights, cdiv, next_power_of_2
 from vecroute.ops.launch import Launch, Memory, Product
 from vecroute.ops.paths.batch import backward_kernels, forward_kernels, products, segments, sum_kernels
 from vecroute.ops.paths.batch.sizes import Sizes
@@ -38,13 +38,18 @@ class Sum(NamedTuple):
 
 
 class Steps(Sizes):
-    """Prepared launches of a plan, memory of each pass, and both passes."""
+    """Prepared launches of a plan, memory of each pass, and both passes.
+
+    ``weights`` and ``grads`` are the names of the parameters and of their gradients, in the order of a call.
+    """
 
     forward: Pass
     backward: Pass
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
+        self.weights = Weights.names(plan.case.variable)
+        self.grads = [f"grad_{name}" for name in self.weights]
         self.T = TL[self.dtype]
         operand = torch.float16 if self.half else plan.operand_dtype
         # The rounding of products of small matrices.
@@ -170,6 +175,7 @@ class Steps(Sizes):
     def make_small_forward(self) -> None:
         """Prepare F and G: large products by cuBLAS, others by kernels that also do the work around them."""
         case, b, j, d, h = self.case, self.batch, self.n_out, self.d, self.h
+        self.normalize = self.by_vectors(normalize_kernel, "ff")
         if not self.large:
             block = blocks.of_product(b * j, h)
             self.outputs = Launch(
@@ -194,7 +200,6 @@ class Steps(Sizes):
             outputs_kernel, (n, 1, 1), self.dtypes("fffwwff"), (b * j, j, d, h), T=self.T, **by_row
         )
         self.out_product = Product((b * j, h, d), self.dtype, workspace=WORKSPACE, add=True, tf32=case.tf32)
-        self.normalize = self.by_vectors(normalize_kernel, "ff")
         self.predict = Product((b * j, d, h), self.dtype, workspace=WORKSPACE, tf32=case.tf32)
         by_row = blocks.of_rows(d)
         n = cdiv(b * j, by_row["BLOCK_R"])
