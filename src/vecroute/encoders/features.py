@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vecroute.encoders.ahead import ahead
 from vecroute.encoders.cache import FeatureCache
 from vecroute.encoders.entries import Packed, rounded, text_key
+from vecroute.encoders.shapes import batch_positions, same_shapes
 from vecroute.encoders.text import TextEncoder
 
 logger = logging.getLogger(__name__)
@@ -145,11 +146,10 @@ class Features:
         if self.encoder.device.type != "cpu":
             yield from self._encode_by_length(names, tokenized)
             return
-        filled = self.encoder.filled
         # A text with several chunks, or with more positions than a full batch, is a batch of its own.
         long = [len(getattr(one, "keep", "1")) > 1 for one in tokenized]
         lengths = [sys.maxsize if long[k] else one.n_pos for k, one in enumerate(tokenized)]
-        for which in same_shapes(lengths, filled):
+        for which in same_shapes(lengths, *batch_positions(self.encoder)):
             # A batch is filled with repeated texts, whose results are dropped.
             n = len(set(which))
             for batch in self.encoder.batches([tokenized[k] for k in which]):
@@ -222,27 +222,6 @@ def used(hidden: Tensor, mask: Tensor, n: int) -> Tensor:
         return rows
     order = (~mask.flatten()).to(torch.uint8).argsort(stable=True)  # [b * n_pos], used positions first
     return rows[order[:n]]  # [n, depth, d_emb]
-
-
-def same_shapes(lengths: Sequence[int], filled: int | None) -> Iterator[list[int]]:
-    """Group rows of equal length. If filled, all groups of a length have the same number of rows.
-
-    Matrix products of different shapes may sum in a different order. On a CPU, batches of one shape give each
-    text the same bits, whatever the other texts of the batch are.
-
-    Args:
-        lengths: the length of each row.
-        filled: repeat rows at the end of each group until the group has about this many positions, None for
-            no repeated rows.
-    """
-    by_length: dict[int, list[int]] = {}
-    for row, length in enumerate(lengths):
-        by_length.setdefault(length, []).append(row)
-    for length, rows in by_length.items():
-        size = len(rows) if filled is None else max(filled // max(length, 1), 1)
-        for start in range(0, len(rows), size):
-            group = rows[start : start + size]
-            yield [group[k % len(group)] for k in range(len(group) if filled is None else size)]
 
 
 def windows(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:

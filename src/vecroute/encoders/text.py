@@ -282,8 +282,12 @@ class TextEncoder:
     def _run(self, chunks: list[list[int]], keep: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
         """Encode some chunks. Return hidden states [b, n, depth, d_emb] and the mask to route [b, n]."""
         ids, attended, mask = self.padded(chunks, keep)  # [b, n] each
+        return self.states(ids, attended), mask
+
+    def states(self, ids: Tensor, attended: Tensor | None = None) -> Tensor:
+        """Return the hidden states [b, n, depth, d_emb] of token ids [b, n]."""
         states = self._states(ids, attended)
-        return torch.stack([states[depth] for depth in self.depths], dim=2), mask
+        return torch.stack([states[depth] for depth in self.depths], dim=2)
 
     def padded(
         self, chunks: Sequence[Sequence[int]], keep: Sequence[Sequence[bool]]

@@ -1,0 +1,65 @@
+"""Batches for a CPU, in which each text gets the same bits, whatever the other texts are.
+
+All rows of a batch have the same length. A matrix product of few rows may sum in another order than one of
+many, so a small batch is filled with repeated rows: see ``batch_positions``.
+"""
+
+from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from vecroute.encoders.text import TextEncoder
+from vecroute.encoders.vision import VisionEncoder
+from vecroute.ops.common import cdiv
+
+FREE = 512, 32  # most and least positions of a batch whose size does not change bits
+TRIED = (3, 9, 20)  # lengths of the rows in a trial
+# By encoder, then number of threads.
+_found: WeakKeyDictionary[TextEncoder, dict[int, tuple[int, int]]] = WeakKeyDictionary()
+
+
+def same_shapes(lengths: Sequence[int], most: int, least: int) -> Iterator[list[int]]:
+    """Group rows of equal length. Repeat rows in a group until it has enough positions.
+
+    Args:
+        lengths: the length of each row.
+        most: positions of a full group. A longer row is a group of its own.
+        least: positions that a group needs, at most ``most``.
+    """
+    by_length: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(row)
+    for length, rows in by_length.items():
+        size = max(most // max(length, 1), 1)
+        enough = min(size, cdiv(least, max(length, 1)))
+        for start in range(0, len(rows), size):
+            group = rows[start : start + size]
+            yield [group[k % len(group)] for k in range(max(len(group), enough))]
+
+
+def batch_positions(encoder: TextEncoder | VisionEncoder) -> tuple[int, int]:
+    """Return the most and the least positions of a batch whose size does not change the bits of a row.
+
+    Matrix products usually sum in the same order from 32 positions on. A trial finds out, once for each
+    encoder and number of threads. If a bit differs, all batches of a length have the same shape. The same
+    holds for images, which all have one length.
+    """
+    if isinstance(encoder, VisionEncoder):
+        return encoder.filled, encoder.filled
+    found = _found.setdefault(encoder, {})
+    n_threads = torch.get_num_threads()
+    if n_threads not in found:
+        found[n_threads] = FREE if has_same_bits(encoder) else (encoder.filled, encoder.filled)
+    return found[n_threads]
+
+
+def has_same_bits(encoder: TextEncoder) -> bool:
+    """Return whether the rows of small and large batches of one text all have the same bits."""
+    ids = encoder.tokenizer("a")["input_ids"]
+    for n in TRIED:
+        row = torch.tensor((ids * n)[: min(n, encoder.max_length)])  # [n]
+        found = [encoder.states(row.expand(cdiv(size, len(row)), -1)) for size in (*FREE, encoder.filled)]
+        if not all(torch.equal(states, found[0][:1].expand_as(states)) for states in found):
+            return False
+    return True
