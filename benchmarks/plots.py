@@ -115,7 +115,8 @@ def attention(rows: list[dict[str, str]], crossovers: list[dict[str, str]], whic
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     size = (13, 0.9 + 3.3 * len(modes))
     figure, panels = plt.subplots(len(modes), 3, figsize=size, squeeze=False, constrained_layout=True)
-    best = list(dict.fromkeys(row["model"] for row in crossovers))[-1:]
+    best = [row["model"] for row in crossovers][-1:]
+    at = {(row["mode"], row["launch"], row["quantity"]): row for row in crossovers if row["model"] in best}
     captured = "captured" if any(row["launch"] == "captured" for row in rows) else "eager"
     for line, mode in zip(panels, modes, strict=True):
         for panel, (title, (y, _, unit)) in zip(line, quantities(which).items(), strict=True):
@@ -124,10 +125,8 @@ def attention(rows: list[dict[str, str]], crossovers: list[dict[str, str]], whic
             draw(panel, drawn, "model", "N", y, unit)
             title = title.replace("\n", ", ") + (", captured" if launch == "captured" else "")
             panel.set(xscale="log", yscale="log", xlabel="N", title=title)
-            for row in crossovers:
-                kind = row["mode"], row["launch"], row["quantity"], row["relation"]
-                if kind == (mode, launch, y, "at") and row["model"] in best:
-                    mark(panel, float(row["N"]))
+            if (found := at.get((mode, launch, y))) and found["relation"] == "at":
+                mark(panel, float(found["N"]))
             for side, steps in ((panel.xaxis, (1, 2, 4)), (panel.yaxis, (1, 2, 5))):
                 side.set_major_locator(LogLocator(subs=steps))
                 side.set_major_formatter(FuncFormatter(lambda value, _: short(value)))

@@ -15,12 +15,12 @@ def fits(quantity: str) -> str:
 
 
 def crossover(quantity: str) -> str:
-    """Write up to which length a routing needs less than an encoder layer, in tf32."""
-    found = row("attention_crossovers", quantity=quantity, mode="tf32", launch="eager")
+    """Write up to which length a routing needs less than an encoder layer, in float32 as in the paper."""
+    found = row("attention_crossovers", quantity=quantity, mode="fp32", launch="eager")
     if found["relation"] == "never":
-        return "never in tf32"
+        return "never in fp32"
     until = f"up to {float(found['N']):,.0f}" if found["relation"] == "at" else "up to the longest measured"
-    return f"from {int(found['from_N']):,} {until} in tf32, eager"
+    return f"from {int(found['from_N']):,} {until} in fp32, eager"
 
 
 def paper_claims() -> str:

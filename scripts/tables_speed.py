@@ -86,6 +86,21 @@ def million() -> str:
     return table(f"{head} | memory / floor, official | memory / floor, fused", lines)
 
 
+def linear() -> str:
+    """Tabulate R^2 of straight lines over each size, while the GPU is busy."""
+    lines = []
+    for axis in ("n_inp", "n_out", "d_inp", "d_out", "n_iters"):
+        found = [
+            row("scaling_fits", case=f"busy {axis}", implementation=name, quantity=quantity, mode="fp32")
+            for name in BOTH
+            for quantity in ("forward_ms", "both_ms", "forward_mb")
+        ]
+        lines.append((axis, *(f"{float(fit['r2']):.4f}" for fit in found)))
+    parts = "forward | forward + backward | memory of forward"
+    names = " | ".join(f"{name}: {part}" for name in ("official", "fused") for part in parts.split(" | "))
+    return table(f"over | {names}", lines)
+
+
 def heads() -> str:
     """Tabulate heads on a GPU: eager compared with eager, captured with captured."""
     lines = []

@@ -53,6 +53,9 @@ def why_not_batch(case: Case) -> str | None:
     n_bytes = n * j * (2 * case.n_iters + 3) * compute_dtype(case.dtype).itemsize
     if n_bytes > limits.BATCH_BYTES:
         return f"pairs take {n_bytes / 2**20:.0f} MB, more than {limits.BATCH_BYTES / 2**20:.0f}"
+    is_ieee = case.dtype == torch.float32 and not case.tf32
+    if is_ieee and not case.packed and n * j * case.shape[-1] * case.n_iters > limits.BATCH_IEEE:
+        return "products in IEEE float32 take longer than many launches"
     return None
 
 
