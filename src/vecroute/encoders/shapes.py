@@ -13,8 +13,11 @@ from vecroute.encoders.text import TextEncoder
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.ops.common import cdiv
 
-FREE = 512, 32  # most and least positions of a batch whose size does not change bits
-TRIED = (3, 9, 20)  # lengths of the rows in a trial
+MOST, LEAST = (
+    512,
+    (16, 32),
+)  # positions of a batch whose size does not change bits; the first LEAST that works
+TRIED = (2, 16)  # lengths of the rows in a trial
 # By encoder, then number of threads.
 _found: WeakKeyDictionary[TextEncoder, dict[int, tuple[int, int]]] = WeakKeyDictionary()
 
@@ -41,7 +44,7 @@ def same_shapes(lengths: Sequence[int], most: int, least: int) -> Iterator[list[
 def batch_positions(encoder: TextEncoder | VisionEncoder) -> tuple[int, int]:
     """Return the most and the least positions of a batch whose size does not change the bits of a row.
 
-    Matrix products usually sum in the same order from 32 positions on. A trial finds out, once for each
+    Matrix products usually sum in the same order from 16 or 32 positions on. A trial finds out, once for each
     encoder and number of threads. If a bit differs, all batches of a length have the same shape. The same
     holds for images, which all have one length.
     """
@@ -50,16 +53,18 @@ def batch_positions(encoder: TextEncoder | VisionEncoder) -> tuple[int, int]:
     found = _found.setdefault(encoder, {})
     n_threads = torch.get_num_threads()
     if n_threads not in found:
-        found[n_threads] = FREE if has_same_bits(encoder) else (encoder.filled, encoder.filled)
+        fixed = encoder.filled, encoder.filled
+        enough = ((MOST, least) for least in LEAST if has_same_bits(encoder, least))
+        found[n_threads] = next(enough, fixed)
     return found[n_threads]
 
 
-def has_same_bits(encoder: TextEncoder) -> bool:
-    """Return whether the rows of small and large batches of one text all have the same bits."""
+def has_same_bits(encoder: TextEncoder, least: int) -> bool:
+    """Return whether the rows of the least and of the largest batches of one text all have the same bits."""
     ids = encoder.tokenizer("a")["input_ids"]
     for n in TRIED:
         row = torch.tensor((ids * n)[: min(n, encoder.max_length)])  # [n]
-        found = [encoder.states(row.expand(cdiv(size, len(row)), -1)) for size in (*FREE, encoder.filled)]
-        if not all(torch.equal(states, found[0][:1].expand_as(states)) for states in found):
+        few, many = (encoder.states(row.expand(cdiv(size, len(row)), -1)) for size in (least, MOST))
+        if not all(torch.equal(states, few[:1].expand_as(states)) for states in (few, many)):
             return False
     return True
