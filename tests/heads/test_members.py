@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.export import Dim
 
 import vecroute as vr
 from vecroute.compose.members import Each
@@ -160,4 +161,13 @@ def test_compiled_and_exported():
     head, (hidden, mask) = make(), inputs()
     torch.testing.assert_close(torch.compile(head)(hidden, mask), head(hidden, mask))
     exported = torch.export.export(head, (hidden, mask)).module()
+    torch.testing.assert_close(exported(hidden, mask), head(hidden, mask))
+
+
+def test_a_batch_of_as_many_samples_as_members_exports_for_any_batch():
+    head = vr.RoutingHead(d_emb=8, depth=2, n_cls=2, n_members=2)
+    hidden, mask = torch.randn(2, 5, 2, 8), torch.ones(2, 5, dtype=torch.bool)
+    batch = Dim("batch", min=1)
+    exported = torch.export.export(head, (hidden, mask), dynamic_shapes=[{0: batch}, {0: batch}]).module()
+    hidden, mask = torch.randn(7, 5, 2, 8), torch.rand(7, 5) < 0.7
     torch.testing.assert_close(exported(hidden, mask), head(hidden, mask))

@@ -1,6 +1,6 @@
 """Check arguments. Each error names the argument, what was expected and what was given."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -134,12 +134,13 @@ def check_mask(name: str, mask: object, x: Tensor, *, sizes: dict[str, int]) -> 
     return mask if mask.dtype == torch.bool else mask != 0
 
 
-def is_whole_mask(mask: object, x: Tensor, sizes: Iterable[int]) -> TypeGuard[Tensor]:
+def is_whole_mask(mask: object, x: Tensor, sizes: Collection[int]) -> TypeGuard[Tensor]:
     """Return whether a mask has a boolean for every sample of x, as most masks do. Then nothing is wrong."""
     return (
         isinstance(mask, Tensor)
         and mask.dtype == torch.bool
         and mask.device == x.device
+        and mask.dim() == x.dim() - 2 + len(sizes)  # else an export would compare sizes of other meaning
         and mask.shape == (*x.shape[:-2], *sizes)
     )
 
