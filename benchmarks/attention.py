@@ -51,9 +51,9 @@ def measure(n: int, name: str, mode: str, options: argparse.Namespace) -> list[d
 def crossovers(rows: list[dict]) -> list[dict[str, object]]:
     """Return for each quantity the N up to which routing needs less than the encoder layer.
 
-    Between two measured lengths, quantities are interpolated as powers of N. ``from_N`` is the shortest
-    measured length at which routing needs less. ``relation`` is "at", "above" if it still needs less at the
-    longest length, or "never".
+    Between two measured lengths, quantities are interpolated as powers of N. From the measured length
+    ``from_N`` up to N, routing needs less at every measured length. ``relation`` is "at", "above" if it still
+    needs less at the longest length, or "never".
     """
     kinds = dict.fromkeys((row["model"], row["mode"], row["launch"]) for row in rows)
     table = {kind: {row["N"]: row for row in rows if of_kind(row, kind)} for kind in kinds}
@@ -77,7 +77,8 @@ def crossover(logs: list[tuple[int, float]]) -> dict[str, object]:
     less = [k for k, (_, log) in enumerate(logs) if log < 0]
     if not less:
         return {"relation": "never", "N": None, "from_N": None}
-    first, last = logs[less[0]][0], less[-1]
+    last = less[-1]
+    first = logs[next(k for k in reversed(range(last + 1)) if k == 0 or k - 1 not in less)][0]
     if last == len(logs) - 1:
         return {"relation": "above", "N": float(logs[last][0]), "from_N": first}
     (n_1, log_1), (n_2, log_2) = logs[last : last + 2]

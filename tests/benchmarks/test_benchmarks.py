@@ -281,6 +281,7 @@ def test_fit_of_a_line():
         ((0.5, 2.0, 4.0), ("at", 200.0, 100)),  # halfway between 100 and 400, in powers
         ((0.5, 0.5, 0.5), ("above", 1600.0, 100)),
         ((2.0, 0.5, 2.0), ("at", 800.0, 400)),
+        ((0.5, 2.0, 0.5), ("above", 1600.0, 1600)),  # in between it needs more
         ((2.0, 3.0, 4.0), ("never", None, None)),
     ],
 )

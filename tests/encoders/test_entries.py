@@ -41,6 +41,7 @@ def test_safetensors_reads_a_segment(tmp_path):
     ]
     contents = write_segment(tmp_path / "x", [pack(segment) for segment in segments], "k")
     assert read_contents(tmp_path / "x", "k") == contents
+    assert write_segment(tmp_path / "empty", [], "k") == read_contents(tmp_path / "empty", "k")
     assert checksum_of(tmp_path / "x") == contents.checksum
     expected = {name: hidden for segment in segments for name, hidden in segment.items()}
     with safe_open(tmp_path / "x", "pt") as file:

@@ -9,7 +9,7 @@ from tests.helpers.texts import TEXTS
 from tests.helpers.tiny_models import save_tiny
 from vecroute.encoders import TextEncoder
 from vecroute.encoders.features import Features
-from vecroute.encoders.shapes import LEAST, MOST, batch_positions, has_same_bits, same_shapes
+from vecroute.encoders.shapes import CANDIDATES, MOST, WORTH, batch_positions, has_same_bits, same_shapes
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +31,32 @@ def test_groups_hold_every_row_and_enough_positions(least):
 
 def test_batches_have_a_fixed_shape_only_if_bits_differ(encoder, monkeypatch):
     fixed = encoder.filled, encoder.filled
-    enough = [least for least in LEAST if has_same_bits(encoder, least)]
-    assert batch_positions(encoder) == ((MOST, enough[0]) if enough else fixed)
+    passed = [least for least in CANDIDATES if has_same_bits(encoder, least)]
+    assert batch_positions(encoder, WORTH) == ((MOST, passed[0]) if passed else fixed)
+    assert batch_positions(encoder, WORTH - 1) == fixed  # without a trial
     other, states = copy.copy(encoder), TextEncoder.states
 
     def as_if_sums_were_in_another_order(self, ids, attended=None):
         found = states(self, ids, attended)  # [b, n, depth, d_emb]
-        return found + 1e-3 if len(ids) < 20 else found
+        return found + 1e-3 if len(ids) < 10 else found
 
     monkeypatch.setattr(TextEncoder, "states", as_if_sums_were_in_another_order)
-    assert batch_positions(other) == fixed
+    assert batch_positions(other, WORTH) == fixed
     monkeypatch.undo()
-    assert batch_positions(other) == fixed  # there is one trial for each encoder
+    assert batch_positions(other, WORTH) == fixed  # there is one trial for each encoder
 
 
-@pytest.mark.parametrize("sizes", [(40, 40), (MOST, LEAST[-1])])
+def test_an_encoder_that_fails_in_the_trial_has_batches_of_a_fixed_shape(encoder, monkeypatch):
+    def fail(self, ids):
+        raise RuntimeError("too many positions")
+
+    monkeypatch.setattr(TextEncoder, "states", fail)
+    assert not has_same_bits(encoder, CANDIDATES[0])
+
+
+@pytest.mark.parametrize("sizes", [(40, 40), (MOST, CANDIDATES[-1])])
 def test_bits_of_a_text_do_not_depend_on_the_others(encoder, sizes, monkeypatch):
-    monkeypatch.setattr("vecroute.encoders.features.batch_positions", lambda encoder: sizes)
+    monkeypatch.setattr("vecroute.encoders.features.batch_positions", lambda encoder, n: sizes)
     texts = [*TEXTS, *(f"{text} and {text}" for text in TEXTS)]
     expected, mask = Features(encoder, texts).batch(range(len(texts)))  # [b, n_pos, depth, d_emb], [b, n_pos]
     order = torch.randperm(len(texts)).tolist()

@@ -92,9 +92,9 @@ def write_segment(path: Path, segment: Sequence[Packed], key: str) -> Contents:
             )
             entries[text] = entry(dtype, n, depth, d)
         checksum = zlib.crc32(data_of(packed.hidden), checksum)
-    described = ", ".join(listed)
-    metadata = {"encoder": key, "crc32": str(checksum), "sha256": digest(key, checksum, f"{{{described}}}")}
-    header = f'{{"__metadata__": {json.dumps(metadata)}, {described}}}'.encode()
+    described = f"{{{', '.join(listed)}}}"
+    metadata = {"encoder": key, "crc32": str(checksum), "sha256": digest(key, checksum, described)}
+    header = ", ".join((f'{{"__metadata__": {json.dumps(metadata)}', *listed)).encode() + b"}"
     header += b" " * (-len(header) % 8)  # the data starts at a multiple of 8 bytes
     with open(path, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

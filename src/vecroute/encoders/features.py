@@ -30,7 +30,7 @@ class Features:
     """The hidden states of texts, from the cache or computed on demand.
 
     The numbers are the same either way, on the CPU to the last bit. Computed hidden states are rounded as in
-    the cache, and the shape of an encoder's batch depends only on the length of the texts.
+    the cache, and the other texts of a batch do not change the bits of a text (see ``batch_positions``).
 
     Args:
         encoder: the encoder.
@@ -149,7 +149,7 @@ class Features:
         # A text with several chunks, or with more positions than a full batch, is a batch of its own.
         long = [len(getattr(one, "keep", "1")) > 1 for one in tokenized]
         lengths = [sys.maxsize if long[k] else one.n_pos for k, one in enumerate(tokenized)]
-        for which in same_shapes(lengths, *batch_positions(self.encoder)):
+        for which in same_shapes(lengths, *batch_positions(self.encoder, sum(self.lengths))):
             # A batch is filled with repeated texts, whose results are dropped.
             n = len(set(which))
             for batch in self.encoder.batches([tokenized[k] for k in which]):

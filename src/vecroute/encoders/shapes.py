@@ -13,11 +13,10 @@ from vecroute.encoders.text import TextEncoder
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.ops.common import cdiv
 
-MOST, LEAST = (
-    512,
-    (16, 32),
-)  # positions of a batch whose size does not change bits; the first LEAST that works
-TRIED = (2, 16)  # lengths of the rows in a trial
+MOST = 256  # positions of a batch whose size does not change bits
+CANDIDATES = 16, 32  # least positions of such a batch; the first that passes the trial
+TRIED = 2, 9, 17  # lengths of the rows in a trial: powers of two alone pass where other lengths differ
+WORTH = 2**14  # positions from which on a trial costs less than it saves
 # By encoder, then number of threads.
 _found: WeakKeyDictionary[TextEncoder, dict[int, tuple[int, int]]] = WeakKeyDictionary()
 
@@ -41,21 +40,24 @@ def same_shapes(lengths: Sequence[int], most: int, least: int) -> Iterator[list[
             yield [group[k % len(group)] for k in range(max(len(group), enough))]
 
 
-def batch_positions(encoder: TextEncoder | VisionEncoder) -> tuple[int, int]:
-    """Return the most and the least positions of a batch whose size does not change the bits of a row.
+def batch_positions(encoder: TextEncoder | VisionEncoder, n_positions: int) -> tuple[int, int]:
+    """Return the most and the least positions of a batch, so that its size does not change bits.
 
-    Matrix products usually sum in the same order from 16 or 32 positions on. A trial finds out, once for each
-    encoder and number of threads. If a bit differs, all batches of a length have the same shape. The same
-    holds for images, which all have one length.
+    In batches of one fixed size for each length, matrix products sum in one order. But these need many
+    repeated rows. Most libraries also sum in one order in all batches of at least 16 or 32 positions. A trial
+    finds out, once for each encoder and number of threads. Images all have one length, so their batches
+    always have one size.
+
+    Args:
+        n_positions: positions of all texts.
     """
-    if isinstance(encoder, VisionEncoder):
-        return encoder.filled, encoder.filled
-    found = _found.setdefault(encoder, {})
-    n_threads = torch.get_num_threads()
+    fixed = encoder.filled, encoder.filled
+    if isinstance(encoder, VisionEncoder) or n_positions < WORTH:
+        return fixed
+    found, n_threads = _found.setdefault(encoder, {}), torch.get_num_threads()
     if n_threads not in found:
-        fixed = encoder.filled, encoder.filled
-        enough = ((MOST, least) for least in LEAST if has_same_bits(encoder, least))
-        found[n_threads] = next(enough, fixed)
+        passed = ((MOST, least) for least in CANDIDATES if has_same_bits(encoder, least))
+        found[n_threads] = next(passed, fixed)
     return found[n_threads]
 
 
@@ -64,7 +66,10 @@ def has_same_bits(encoder: TextEncoder, least: int) -> bool:
     ids = encoder.tokenizer("a")["input_ids"]
     for n in TRIED:
         row = torch.tensor((ids * n)[: min(n, encoder.max_length)])  # [n]
-        few, many = (encoder.states(row.expand(cdiv(size, len(row)), -1)) for size in (least, MOST))
+        try:
+            few, many = (encoder.states(row.expand(cdiv(size, len(row)), -1)) for size in (least, MOST))
+        except (RuntimeError, LookupError, ValueError):  # the encoder does not take such a batch
+            return False
         if not all(torch.equal(states, few[:1].expand_as(states)) for states in (few, many)):
             return False
     return True

@@ -1,5 +1,6 @@
-// Functions for clusters.cu. Some are instructions of compute capability 9.0 that CUDA C++ has no functions for: clusters, asynchronous loads, tensor cores. Others are arithmetic on rows of numbers
-// that share a unit, a power of two.
+// Functions for clusters.cu. Some are instructions of compute capability 9.0 that CUDA C++ has no functions for:
+// clusters, asynchronous loads, tensor cores. Others are arithmetic on rows of numbers that share a unit, a power
+// of two.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
