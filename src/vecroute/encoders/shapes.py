@@ -13,7 +13,7 @@ from vecroute.encoders.text import TextEncoder
 from vecroute.encoders.vision import VisionEncoder
 from vecroute.ops.common import cdiv
 
-MOST = 256  # positions of a batch whose size does not change bits
+MOST = 512  # positions of a batch whose size does not change bits
 CANDIDATES = 16, 32  # least positions of such a batch; the first that passes the trial
 TRIED = 2, 9, 17  # lengths of the rows in a trial: powers of two alone pass where other lengths differ
 WORTH = 2**14  # positions from which on a trial costs less than it saves
