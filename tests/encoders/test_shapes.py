@@ -8,6 +8,7 @@ import torch
 from tests.helpers.texts import TEXTS
 from tests.helpers.tiny_models import save_tiny
 from vecroute.encoders import TextEncoder
+from vecroute.encoders.cache import FeatureCache
 from vecroute.encoders.features import Features
 from vecroute.encoders.shapes import CANDIDATES, MOST, WORTH, batch_positions, has_same_bits, same_shapes
 
@@ -67,3 +68,10 @@ def test_bits_of_a_text_do_not_depend_on_the_others(encoder, sizes, monkeypatch)
             for k, hidden in zip(some, found, strict=True):
                 n = int(mask[k].sum())
                 assert torch.equal(hidden[:n], expected[k, :n])
+
+
+def test_a_batch_from_the_cache_needs_no_trial(encoder, tmp_path, monkeypatch):
+    features = Features(encoder, TEXTS, FeatureCache(tmp_path, encoder.key))
+    features.prepare()
+    monkeypatch.delattr("vecroute.encoders.features.batch_positions")
+    features.batch(range(len(TEXTS)))

@@ -143,6 +143,8 @@ class Features:
 
     def _encode(self, names: Sequence[Any], tokenized: Sequence[Any]) -> Iterator[Packed]:
         """Yield the hidden states of all texts under their names, rounded as stored, in any order."""
+        if not tokenized:
+            return
         if self.encoder.device.type != "cpu":
             yield from self._encode_by_length(names, tokenized)
             return
